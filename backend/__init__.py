@@ -1,0 +1,1 @@
+"""The server: services, operations, resources, checkpoints and the two engines."""

@@ -1,0 +1,1 @@
+"""Generators: engines that sample and score from pinned weights."""

@@ -1,0 +1,1 @@
+"""Trainers: engines that compute losses, gradients and optimiser steps."""

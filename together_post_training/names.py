@@ -1,0 +1,84 @@
+"""Names of things: sessions, operations, snapshots, checkpoints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from together_post_training.errors import Reason, fail
+
+CheckpointFolder = Literal["weights", "sampler_weights"]
+
+MAX_SEQUENCE = 2**53
+_SESSION = re.compile(r"[A-Za-z0-9_\-:]{1,128}")
+_CHECKPOINT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_\-.]{0,127}")
+_PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
+_OPERATION = re.compile(r"sessions/([^/]+)/operations/([1-9][0-9]{0,15})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPath:
+    """tinker://{session}/{weights|sampler_weights}/{name}"""
+
+    session: str
+    folder: CheckpointFolder
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.session}/{self.folder}/{self.name}"
+
+
+def parse_checkpoint_path(path: str) -> CheckpointPath:
+    """Raises INVALID_PATH, saying what a path looks like."""
+    match = _PATH.fullmatch(path)
+    if match and match[2] in ("weights", "sampler_weights"):
+        return CheckpointPath(
+            session=check_session_id(match[1], reason=Reason.INVALID_PATH),
+            folder=match[2],
+            name=check_checkpoint_name(match[3], reason=Reason.INVALID_PATH),
+        )
+    raise fail(
+        Reason.INVALID_PATH,
+        f"Invalid checkpoint path {path!r}: expected tinker://<session>/weights/<name> (a training checkpoint) "
+        "or tinker://<session>/sampler_weights/<name> (weights to sample from).",
+        path=path,
+    )
+
+
+def check_checkpoint_name(name: str, *, reason: Reason = Reason.INVALID_NAME) -> str:
+    """Returns the name; raises if it could not be one path segment on every file system."""
+    if _CHECKPOINT.fullmatch(name) and not name.endswith("."):
+        return name
+    raise fail(
+        reason,
+        f"Invalid checkpoint name {name!r}: use 1 to 128 of letters, digits, '_', '-', '.', "
+        "not starting or ending with '.'.",
+        name=name,
+    )
+
+
+def check_session_id(session: str, *, reason: Reason = Reason.INVALID_NAME) -> str:
+    if _SESSION.fullmatch(session):
+        return session
+    raise fail(
+        reason,
+        f"Invalid session id {session!r}: use 1 to 128 of letters, digits, '-', '_', ':'.",
+        session=session,
+    )
+
+
+def operation_name(session: str, sequence: int) -> str:
+    return f"sessions/{session}/operations/{sequence}"
+
+
+def parse_operation_name(name: str) -> tuple[str, int]:
+    """(session, sequence); raises INVALID_NAME."""
+    match = _OPERATION.fullmatch(name)
+    if match and int(match[2]) <= MAX_SEQUENCE:
+        return match[1], int(match[2])
+    raise fail(
+        Reason.INVALID_NAME,
+        f"Invalid operation name {name!r}: expected sessions/<session>/operations/<sequence number from 1>.",
+        name=name,
+    )

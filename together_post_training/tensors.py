@@ -1,0 +1,137 @@
+"""Tensors between numpy and the wire.
+
+Dense arrays travel as raw little-endian bytes and are read back without a copy; sparse ones as CSR.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from together_post_training.errors import Reason, fail
+from together_post_training.v1 import data_pb2 as pb
+
+_DTYPES: dict[int, np.dtype] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_MAX_DENSE_VALUES = 2**28
+
+
+def encode(array: np.ndarray) -> pb.Tensor:
+    """Any shape; float32, int64 or int32 (others are the caller's to convert).
+
+    Raises:
+        TypeError: for another dtype.
+    """
+    code = _CODES.get(array.dtype)
+    if code is None:
+        raise TypeError(f"cannot send dtype {array.dtype}; use float32, int64 or int32")
+    return pb.Tensor(dtype=code, shape=pb.Shape(dims=array.shape), raw=array.tobytes())
+
+
+def encode_csr(
+    values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: tuple[int, int]
+) -> pb.Tensor:
+    """A (rows, columns) matrix of which only `values` (nnz,) are stored."""
+    csr = pb.Csr(crow_indices=crow_indices.tolist(), col_indices=col_indices.tolist())
+    return pb.Tensor(
+        dtype=_CODES[values.dtype], shape=pb.Shape(dims=shape), raw=values.tobytes(), csr=csr
+    )
+
+
+def decode(tensor: pb.Tensor, *, what: str = "tensor") -> np.ndarray:
+    """The array, read-only where it shares the message's bytes; CSR is densified with 0.
+
+    Raises:
+        PostTrainingError: INVALID_ARGUMENT, naming `what`.
+    """
+    flat = _flat(tensor, what)
+    if tensor.HasField("csr"):
+        return _densify(tensor, flat, what)
+    if not tensor.HasField("shape"):
+        return flat
+    dims = tuple(tensor.shape.dims)
+    if any(d < 0 for d in dims) or math.prod(dims) != flat.size:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{what}: shape {list(dims)} needs {math.prod(dims)} values, got {flat.size}.",
+            what=what,
+        )
+    return flat.reshape(dims)
+
+
+def _flat(tensor: pb.Tensor, what: str) -> np.ndarray:
+    form = tensor.WhichOneof("data")
+    if form == "raw":
+        return _from_raw(tensor, what)
+    if form == "floats":
+        _check_form(tensor, pb.DTYPE_FLOAT32, what)
+        return np.asarray(tensor.floats.values, dtype="<f4")
+    if form == "ints":
+        _check_form(tensor, pb.DTYPE_INT64, what, also=pb.DTYPE_INT32)
+        return np.asarray(tensor.ints.values, dtype=_DTYPES[tensor.dtype or pb.DTYPE_INT64])
+    raise fail(
+        Reason.INVALID_ARGUMENT,
+        f"{what} has no data: set one of raw, floats, ints.",
+        what=what,
+    )
+
+
+def _from_raw(tensor: pb.Tensor, what: str) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise fail(
+            Reason.WRONG_DTYPE,
+            f"{what}: raw data needs a dtype (DTYPE_FLOAT32, DTYPE_INT64 or DTYPE_INT32), got {tensor.dtype}.",
+            what=what,
+        )
+    if len(tensor.raw) % dtype.itemsize:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{what}: {len(tensor.raw)} bytes are not whole {dtype.name} values.",
+            what=what,
+        )
+    return np.frombuffer(tensor.raw, dtype=dtype)
+
+
+def _check_form(tensor: pb.Tensor, expected: int, what: str, also: int | None = None) -> None:
+    if tensor.dtype in (pb.DTYPE_UNSPECIFIED, expected, also):
+        return
+    raise fail(
+        Reason.WRONG_DTYPE,
+        f"{what}: dtype {pb.DType.Name(tensor.dtype)} does not fit the form of the data.",
+        what=what,
+    )
+
+
+def _densify(tensor: pb.Tensor, values: np.ndarray, what: str) -> np.ndarray:
+    dims = tuple(tensor.shape.dims)
+    crow = np.asarray(tensor.csr.crow_indices, dtype=np.int64)
+    col = np.asarray(tensor.csr.col_indices, dtype=np.int64)
+    if not _csr_is_sound(dims, crow, col, values):
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{what}: malformed CSR: shape {list(dims)} needs {dims[0] + 1 if dims else 1} ascending crow_indices "
+            f"from 0 to the number of values ({values.size}), and one col_index below the width for each value.",
+            what=what,
+        )
+    dense = np.zeros(dims, dtype=values.dtype)
+    rows = np.repeat(np.arange(dims[0]), np.diff(crow))
+    dense[rows, col] = values
+    return dense
+
+
+def _csr_is_sound(
+    dims: tuple[int, ...], crow: np.ndarray, col: np.ndarray, values: np.ndarray
+) -> bool:
+    if len(dims) != 2 or min(dims) < 0 or math.prod(dims) > _MAX_DENSE_VALUES:
+        return False
+    if crow.size != dims[0] + 1 or col.size != values.size:
+        return False
+    if crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
+        return False
+    return col.size == 0 or bool(col.min() >= 0 and col.max() < dims[1])
