@@ -1,0 +1,90 @@
+"""Rows of a benchmark: measured, compared with a goal, printed as a table and saved as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure. `reference` and `ratio` are None where the goal is absolute.
+
+    at_least: a ratio of ours to the reference; at_most: ours itself, in `unit`.
+    """
+
+    name: str
+    unit: str
+    ours: float
+    reference: float | None = None
+    goal: float
+    kind: Literal["at_least", "at_most"]
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.reference is None else self.ours / self.reference
+
+    @property
+    def is_met(self) -> bool:
+        if self.kind == "at_least":
+            assert self.ratio is not None
+            return self.ratio >= self.goal
+        return self.ours <= self.goal
+
+
+def rate_in_turn(
+    work: float, ours: Callable[[], object], reference: Callable[[], object], *, rounds: int
+) -> tuple[float, float]:
+    """(ours, reference) in units of work per second: medians over rounds that alternate the two sides."""
+    sides: tuple[list[float], list[float]] = ([], [])
+    ours(), reference()
+    for i in range(rounds):
+        order = (0, 1) if i % 2 == 0 else (1, 0)
+        for side in order:
+            sides[side].append(seconds(ours if side == 0 else reference))
+    return work / statistics.median(sides[0]), work / statistics.median(sides[1])
+
+
+def median_seconds(run: Callable[[], object], *, rounds: int) -> float:
+    run()
+    return statistics.median(seconds(run) for _ in range(rounds))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def finish(name: str, rows: list[Row]) -> int:
+    """Prints the table, saves the JSON, and returns the exit status: 1 if a goal was missed."""
+    print(f"\n{'':2}{'name':<46}{'ours':>12}{'reference':>12}{'ratio':>8}   goal")
+    for row in rows:
+        print(_line(row))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    document = {
+        "benchmark": name,
+        "machine": platform.processor() or platform.machine(),
+        "rows": [{**asdict(row), "ratio": row.ratio, "met": row.is_met} for row in rows],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    missed = [row.name for row in rows if not row.is_met]
+    print(f"\nsaved {path}; " + (f"missed: {', '.join(missed)}" if missed else "every goal met"))
+    return 1 if missed else 0
+
+
+def _line(row: Row) -> str:
+    mark = "  " if row.is_met else "! "
+    reference = "-" if row.reference is None else f"{row.reference:,.1f}"
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+    goal = f">= {row.goal:g}x" if row.kind == "at_least" else f"<= {row.goal:g} {row.unit}"
+    return f"{mark}{row.name:<46}{row.ours:>12,.2f}{reference:>12}{ratio:>8}   {goal} ({row.unit})"
