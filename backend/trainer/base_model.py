@@ -1,0 +1,203 @@
+"""The frozen base model: found, loaded, checked, and shared by every engine that computes with it.
+
+A model resource loads its weights once. Trainer and generator each take a `view`: a module tree of their own, to
+wrap and configure as they like, over the same parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
+
+from backend.trainer import builtin_models
+from backend.trainer.base import ModelInfo
+from together_post_training.errors import Reason, fail
+from together_post_training.samples import Limits
+
+# Settings of a config that change attention or logits in ways the engines do not compute. A value counts as set
+# unless it is None, False or (for multipliers) 1.
+_UNSUPPORTED = {
+    "attn_logit_softcapping": "soft-capped attention logits",
+    "final_logit_softcapping": "soft-capped output logits",
+    "logit_scale": "scaled output logits",
+    "logits_scaling": "scaled output logits",
+    "lm_head_multiplier": "scaled output logits",
+    "attention_sink": "attention sinks",
+    "attention_sinks": "attention sinks",
+    "use_bidirectional_attention": "bidirectional attention",
+    "quantization_config": "quantised weights",
+}
+# Their frequencies depend on the longest sequence of a batch, so that neighbours would change a sequence's result.
+_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+# Architectures whose attention has sinks without a setting that says so.
+_WITH_SINKS = ("gpt_oss",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """One loaded base model. Nobody writes to it.
+
+    module: float32, in eval mode, no parameter requires a gradient.
+    tokenizer_dir: where the tokenizer's files lie; None where the model came without one.
+    """
+
+    info: ModelInfo
+    module: PreTrainedModel
+    tokenizer_dir: Path | None
+
+    def view(self, attention: str) -> PreTrainedModel:
+        """A module tree that shares every parameter and buffer, with modules and a config of its own.
+
+        Args:
+            attention: a name registered with transformers' AttentionInterface and AttentionMaskInterface.
+        """
+        if attention not in AttentionInterface() or attention not in AttentionMaskInterface():
+            raise ValueError(f"attention {attention!r} is not registered with transformers")
+        shared = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
+        view = copy.deepcopy(self.module, shared)
+        view.config._attn_implementation = attention
+        return view
+
+
+def load(name: str, path: str | None = None) -> BaseModel:
+    """Loads a model into memory, in float32.
+
+    Args:
+        name: what clients call it; also where to find it, unless `path` says.
+        path: a builtin model, a directory in Hugging Face's format, or the id of a model in the local Hugging Face
+            cache. Nothing is downloaded, and no code that lies beside the weights is run.
+
+    Raises:
+        PostTrainingError: MODEL_NOT_FOUND; INCOMPATIBLE_CHECKPOINT when the weights do not fit the architecture;
+            UNIMPLEMENTED for a feature that the engines do not compute.
+    """
+    source = path or name
+    directory = _find(source)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    check_supported(config)
+    module = _load_module(source, directory)
+    return BaseModel(
+        info=_describe(name, module),
+        module=module,
+        tokenizer_dir=directory if _has_tokenizer(directory) else None,
+    )
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises UNIMPLEMENTED, naming the setting that the engines cannot compute with."""
+    for key, what in _UNSUPPORTED.items():
+        value = getattr(config, key, None)
+        if value not in (None, False, 1, 1.0):
+            raise _unsupported(config, f"{what} ({key}={value})")
+    if config.model_type in _WITH_SINKS:
+        raise _unsupported(config, "attention sinks")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if parameters.get("rope_type") in _UNSUPPORTED_ROPE:
+            raise _unsupported(config, f"rope_type {parameters['rope_type']!r}")
+
+
+def _unsupported(config: PretrainedConfig, what: str):
+    return fail(
+        Reason.UNIMPLEMENTED,
+        f"Model type {config.model_type!r} has {what}, which this server's engines do not compute yet.",
+        model_type=config.model_type,
+        feature=what,
+    )
+
+
+def _find(source: str) -> Path:
+    if source.startswith(builtin_models.PREFIX):
+        return builtin_models.directory(source)
+    if (Path(source).expanduser() / "config.json").is_file():
+        return Path(source).expanduser().resolve()
+    cached = _cached_snapshot(source)
+    if cached is not None:
+        return cached
+    raise fail(
+        Reason.MODEL_NOT_FOUND,
+        f"Model {source!r} was not found: it is neither a directory with a config.json, nor in the local Hugging "
+        f"Face cache, nor one of {', '.join(builtin_models.NAMES)}. Download it first "
+        f"(`hf download {source}`), or give a directory.",
+        model=source,
+    )
+
+
+def _cached_snapshot(source: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _load_module(source: str, directory: Path) -> PreTrainedModel:
+    # The option's return type is not in the signature.
+    module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+        directory,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _check_complete(source, report)
+    module.eval()
+    module.requires_grad_(False)
+    return module
+
+
+def _check_complete(source: str, report: dict) -> None:
+    """transformers would fill what is missing with random weights, and go on."""
+    faults = {
+        "missing": sorted(report["missing_keys"]),
+        "unexpected": sorted(report["unexpected_keys"]),
+        "misshapen": sorted(str(key[0]) for key in report["mismatched_keys"]),
+    }
+    if not any(faults.values()):
+        return
+    listed = "; ".join(f"{kind}: {', '.join(keys)}" for kind, keys in faults.items() if keys)
+    raise fail(
+        Reason.INCOMPATIBLE_CHECKPOINT,
+        f"The weights of {source!r} do not fit its config.json ({listed}). Use a complete checkpoint of this "
+        "architecture.",
+        model=source,
+        **{kind: ",".join(keys) for kind, keys in faults.items()},
+    )
+
+
+def _describe(name: str, module: PreTrainedModel) -> ModelInfo:
+    head = module.get_output_embeddings()
+    return ModelInfo(
+        name=name,
+        architecture=type(module).__name__,
+        limits=Limits(
+            vocab_size=head.weight.shape[0],
+            max_seq_length=module.config.max_position_embeddings,
+        ),
+        eos_tokens=_eos_tokens(module),
+    )
+
+
+def _eos_tokens(module: PreTrainedModel) -> tuple[int, ...]:
+    """From the generation config, where chat models list the end of a turn too, else from the config."""
+    for config in (module.generation_config, module.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return (eos,) if isinstance(eos, int) else tuple(eos)
+    return ()
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    return any((directory / name).is_file() for name in names)
