@@ -23,6 +23,8 @@ from together_post_training.errors import Reason, fail
 
 Array = np.ndarray
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossValue:
@@ -137,6 +139,34 @@ def dro(lp: Array, inputs: Mapping[str, Array], params: Mapping[str, float]) -> 
     )
 
 
+def evaluate(
+    name: str,
+    lp: Array,
+    inputs: Mapping[str, Array],
+    params: Mapping[str, float],
+    *,
+    sample: int,
+) -> LossValue:
+    """The loss of the batch's sample number `sample`; `params` are complete.
+
+    Raises:
+        PostTrainingError: NON_FINITE_LOSS if the loss or its derivative is NaN or outside float32's range, in which
+            engines train.
+    """
+    value = contract(name).fn(lp, inputs, params)
+    worst = np.array([value.loss, *value.gradient.flat])
+    if np.all(np.abs(worst) <= _LARGEST):
+        return value
+    raise fail(
+        Reason.NON_FINITE_LOSS,
+        f"Sample {sample}: loss {name!r} is {value.loss:g} and its largest derivative by a log-probability "
+        f"{np.abs(worst[1:]).max():g}; both must be finite in float32. Check advantages, weights and sampling logprobs "
+        "(a ratio overflows where the sampling logprob is far below the current one).",
+        sample=sample,
+        loss=name,
+    )
+
+
 def summarize(values: list[LossValue], num_tokens: int) -> dict[str, float]:
     """Metrics of one operation, "name:reduction", from the losses of its samples.
 
@@ -245,9 +275,7 @@ def contract(name: str) -> LossContract:
     if name in CONTRACTS:
         return CONTRACTS[name]
     known = ", ".join(sorted(CONTRACTS))
-    raise fail(
-        Reason.UNKNOWN_LOSS, f"Unknown loss {name!r}: this server knows {known}.", loss=name
-    )
+    raise fail(Reason.UNKNOWN_LOSS, f"Unknown loss {name!r}: this server knows {known}.", loss=name)
 
 
 def complete_params(name: str, given: Mapping[str, float]) -> dict[str, float]:

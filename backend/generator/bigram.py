@@ -1,0 +1,117 @@
+"""Samples from bigram models: exact, behind the generator's Protocol.
+
+Everything happens on the event loop, one token of all samples of a call at a time, with the loop let go in
+between: a step is a few microseconds, calls interleave, and a cancelled call ends at its next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from backend.generator.base import (
+    SampleCall,
+    SampledSequence,
+    SampleResult,
+    Topk,
+)
+from backend.generator.sampling import ABSENT_LOGPROB, Controls, TokenStream, draw, topk
+from backend.generator.stopping import StopMatcher
+from backend.trainer.base import Adapter, Array, ModelInfo
+from backend.trainer.bigram import BigramModel
+from together_post_training.errors import Reason, fail
+
+
+class BigramGenerator:
+    """See `backend.generator.base.Generator`. A snapshot is its table of log-probabilities, [i, j] = log p(j | i)."""
+
+    def __init__(self, model: BigramModel) -> None:
+        self._model = model
+        self._base = model.logprobs(None)
+        self._snapshots: dict[str, Array] = {}
+        self._is_closed = False
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model.info
+
+    def add_snapshot(self, snapshot: str, adapter: Adapter) -> None:
+        assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
+        self._snapshots[snapshot] = self._model.logprobs(adapter)
+
+    def drop_snapshot(self, snapshot: str) -> None:
+        self._table(snapshot)
+        del self._snapshots[snapshot]
+
+    async def sample(self, call: SampleCall) -> SampleResult:
+        if self._is_closed:
+            raise fail(Reason.UNAVAILABLE, "The generator was closed.")
+        table = self._table(call.snapshot)
+        scored = _score_prompt(table, call)
+        if call.max_tokens == 0:
+            return SampleResult(sequences=(), prompt_logprobs=scored[0], topk_prompt=scored[1])
+        sequences = await self._continue(table, call)
+        return SampleResult(sequences=sequences, prompt_logprobs=scored[0], topk_prompt=scored[1])
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._snapshots.clear()
+
+    def _table(self, snapshot: str | None) -> Array:
+        table = self._base if snapshot is None else self._snapshots.get(snapshot)
+        if table is None:
+            raise fail(
+                Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot
+            )
+        return table
+
+    async def _continue(self, table: Array, call: SampleCall) -> list[SampledSequence]:
+        streams = [TokenStream(call.seed + i) for i in range(call.num_samples)]
+        matchers = [StopMatcher(call.stop, self._model.decode) for _ in streams]
+        tokens: list[list[int]] = [[] for _ in streams]
+        running, stopped = list(range(call.num_samples)), set()
+        for position in range(call.max_tokens):
+            await asyncio.sleep(0)
+            last = [tokens[i][-1] if position else int(call.prompt[-1]) for i in running]
+            uniforms = np.array([streams[i].uniform(position) for i in running])
+            drawn, _ = draw(table[last], Controls.of([call] * len(running)), uniforms)
+            for i, token in zip(running, drawn.tolist(), strict=True):
+                tokens[i].append(token)
+                if matchers[i].push(token):
+                    stopped.add(i)
+            running = [i for i in running if i not in stopped]
+            if not running:
+                break
+        return [_sequence(table, call, t, i in stopped) for i, t in enumerate(tokens)]
+
+
+def _sequence(
+    table: Array, call: SampleCall, tokens: list[int], is_stopped: bool
+) -> SampledSequence:
+    contexts = np.array([call.prompt[-1], *tokens[:-1]], np.int64)
+    return SampledSequence(
+        tokens=np.array(tokens, np.int32),
+        logprobs=table[contexts, tokens].astype(np.float32),
+        stop_reason="stop" if is_stopped else "length",
+        topk=topk(table[contexts], call.topk_sample_logprobs)
+        if call.topk_sample_logprobs
+        else None,
+    )
+
+
+def _score_prompt(table: Array, call: SampleCall) -> tuple[Array | None, Topk | None]:
+    """(log p of each prompt token given the ones before it, likeliest tokens there); position 0 has neither."""
+    contexts, tokens = call.prompt[:-1], call.prompt[1:]
+    logprobs = None
+    if call.prompt_logprobs:
+        logprobs = np.concatenate([[np.nan], table[contexts, tokens]]).astype(np.float32)
+    k = call.topk_prompt_logprobs
+    if not k:
+        return logprobs, None
+    best = topk(table[contexts], k)
+    first_ids, first_logprobs = np.zeros((1, k)), np.full((1, k), ABSENT_LOGPROB)
+    return logprobs, Topk(
+        token_ids=np.concatenate([first_ids, best.token_ids]).astype(np.int32),
+        logprobs=np.concatenate([first_logprobs, best.logprobs]).astype(np.float32),
+    )

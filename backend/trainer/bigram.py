@@ -1,0 +1,329 @@
+"""A language model small enough to check by hand, behind the trainer's Protocol.
+
+    logits after token x = head[:, x] + scale * B @ A[:, x]          (embedding = identity)
+
+`builtin:bigram16`: 16 tokens; the successor (x + 1) mod 16 has logit 4, every other 0, so its log-probability
+is 4 - ln(e^4 + 15) = -0.242738 and each other's -4.242738. Gradients are in closed form; all arithmetic is
+float64. What is kept from step to step (weights, moments) is float32, as it is saved, so that resuming from a
+checkpoint changes nothing; losses read the float32 log-probabilities that are returned, so that sending them
+back gives a ratio of exactly 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backend.trainer.adam import AdamState, adamw, clip_factor, global_norm
+from backend.trainer.base import (
+    AdamParams,
+    Adapter,
+    Array,
+    LoraConfig,
+    ModelInfo,
+    OptimizerState,
+    Pass,
+    PassResult,
+)
+from backend.trainer.checks import check_adam, check_adapter, check_lora
+from together_post_training import losses
+from together_post_training.errors import Reason, fail
+from together_post_training.samples import Limits, Sample
+
+if TYPE_CHECKING:
+    from backend.generator.bigram import BigramGenerator
+
+LORA_A = "base_model.model.lm_head.lora_A.weight"
+LORA_B = "base_model.model.lm_head.lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BigramModel:
+    """The frozen base, shared by a trainer and its generators.
+
+    head: float64 (V, V); head[j, i] is the logit of token j after token i.
+    decode: text of a list of tokens; None: the model has no text, and stop strings are refused.
+    """
+
+    name: str
+    head: Array
+    max_seq_length: int = 1024
+    eos_tokens: tuple[int, ...] = ()
+    max_lora_rank: int = 64
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.head)
+
+    @property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self.name,
+            architecture="Bigram",
+            limits=Limits(vocab_size=self.vocab_size, max_seq_length=self.max_seq_length),
+            eos_tokens=self.eos_tokens,
+            max_lora_rank=self.max_lora_rank,
+        )
+
+    def logprobs(self, adapter: Adapter | None) -> Array:
+        """float64 (V, V): [i, j] is log p(j | i), of the base alone when `adapter` is None."""
+        logits = self.head.T
+        if adapter is not None:
+            a, b = (adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+            logits = logits + adapter.lora.scale * (b @ a).T
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    def trainer(self) -> BigramTrainer:
+        return BigramTrainer(self)
+
+    def generator(self) -> BigramGenerator:
+        from backend.generator.bigram import BigramGenerator
+
+        return BigramGenerator(self)
+
+
+def successor_head(vocab_size: int, hit_logit: float) -> Array:
+    """The head of a model that expects each token's successor, the last one's being 0."""
+    return hit_logit * np.roll(np.eye(vocab_size), 1, axis=0)
+
+
+def decode_letters(tokens: Sequence[int]) -> str:
+    """Token i is the i-th letter: 0 = 'a'."""
+    return "".join(chr(ord("a") + int(token)) for token in tokens)
+
+
+def load(name: str) -> BigramModel:
+    """Raises MODEL_NOT_FOUND for another name than builtin:bigram16."""
+    if name == "builtin:bigram16":
+        return BigramModel(name=name, head=successor_head(16, 4.0), decode=decode_letters)
+    raise fail(
+        Reason.MODEL_NOT_FOUND,
+        f"Unknown bigram model {name!r}: the only one is builtin:bigram16.",
+        model=name,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """Owned by the trainer. `gradient`: float64 sums since the last step; None before the first pass."""
+
+    adapter: Adapter
+    optimizer: OptimizerState
+    gradient: dict[str, Array] | None = None
+    # log p of the current weights, (V, V); made when first asked for.
+    logprobs: Array | None = field(default=None, repr=False)
+
+
+class BigramTrainer:
+    """See `backend.trainer.base.Trainer`."""
+
+    def __init__(self, model: BigramModel) -> None:
+        self._model = model
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model.info
+
+    def create_session(self, session: str, lora: LoraConfig) -> None:
+        check_lora(lora, self.model)
+        if not lora.train_unembed:
+            raise fail(
+                Reason.INVALID_ARGUMENT,
+                f"Nothing to train: {self._model.name} has no attention or MLP layers, only an output head; "
+                "set train_unembed.",
+            )
+        if session in self._sessions:
+            raise fail(
+                Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
+            )
+        adapter = Adapter(lora=lora, tensors=_fresh_tensors(lora, self._model.vocab_size))
+        self._sessions[session] = _Session(adapter=adapter, optimizer=_fresh_moments(adapter))
+
+    def delete_session(self, session: str) -> None:
+        self._session(session)
+        del self._sessions[session]
+
+    def run(self, work: Pass) -> PassResult:
+        state = self._session(work.session)
+        if state.logprobs is None:
+            state.logprobs = self._model.logprobs(state.adapter)
+        logprobs = [_target_logprobs(state.logprobs, sample) for sample in work.samples]
+        derivatives, metrics = _objective(work, logprobs)
+        if work.backward:
+            gradient = _adapter_gradient(state, work.samples, derivatives)
+            _require_finite(gradient, work.session)
+            state.gradient = _sum(state.gradient, gradient)
+        return PassResult(logprobs=logprobs, metrics=metrics)
+
+    def has_gradients(self, session: str) -> bool:
+        return self._session(session).gradient is not None
+
+    def clear_gradients(self, session: str) -> None:
+        self._session(session).gradient = None
+
+    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
+        check_adam(params)
+        state = self._session(session)
+        assert state.gradient is not None, "optim_step is called only with gradients"
+        gradient, state.gradient = state.gradient, None
+        norm = global_norm(gradient.values())
+        if not math.isfinite(norm):
+            raise _non_finite(session, f"the norm of its gradient is {norm}")
+        adapter, optimizer = _stepped(
+            state, gradient, clip_factor(norm, params.grad_clip_norm), params
+        )
+        # Moments are kept in float32: a norm may be finite where its square no longer is.
+        for tensors in (adapter.tensors, optimizer.exp_avg, optimizer.exp_avg_sq):
+            _require_finite(tensors, session)
+        state.adapter, state.optimizer, state.logprobs = adapter, optimizer, None
+        return {"unclipped_grad_l2:mean": norm}
+
+    def adapter(self, session: str) -> Adapter:
+        adapter = self._session(session).adapter
+        return replace(adapter, tensors=_copy(adapter.tensors))
+
+    def optimizer_state(self, session: str) -> OptimizerState:
+        optimizer = self._session(session).optimizer
+        return replace(
+            optimizer,
+            exp_avg=_copy(optimizer.exp_avg),
+            exp_avg_sq=_copy(optimizer.exp_avg_sq),
+        )
+
+    def load(self, session: str, adapter: Adapter, optimizer: OptimizerState | None) -> None:
+        state = self._session(session)
+        lora = state.adapter.lora
+        shapes = {name: array.shape for name, array in state.adapter.tensors.items()}
+        check_adapter(adapter, optimizer, lora, shapes)
+        state.adapter = Adapter(lora=lora, tensors=_copy(adapter.tensors))
+        state.optimizer = _fresh_moments(adapter)
+        if optimizer is not None:
+            state.optimizer = OptimizerState(
+                num_steps=optimizer.num_steps,
+                exp_avg=_copy(optimizer.exp_avg),
+                exp_avg_sq=_copy(optimizer.exp_avg_sq),
+            )
+        state.gradient = state.logprobs = None
+
+    def _session(self, session: str) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            raise fail(Reason.SESSION_NOT_FOUND, f"Unknown session {session!r}.", session=session)
+        return state
+
+
+def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:
+    """A uniform in +-1/sqrt(V), as PEFT draws it; B = 0."""
+    stream = np.random.Generator(np.random.Philox(key=lora.seed % 2**64))
+    bound = vocab_size**-0.5
+    a = stream.uniform(-bound, bound, size=(lora.rank, vocab_size))
+    return {
+        LORA_A: a.astype(np.float32),
+        LORA_B: np.zeros((vocab_size, lora.rank), dtype=np.float32),
+    }
+
+
+def _fresh_moments(adapter: Adapter) -> OptimizerState:
+    return OptimizerState(
+        num_steps=0,
+        exp_avg={name: np.zeros_like(t) for name, t in adapter.tensors.items()},
+        exp_avg_sq={name: np.zeros_like(t) for name, t in adapter.tensors.items()},
+    )
+
+
+def _target_logprobs(table: Array, sample: Sample) -> Array:
+    """float32, the shape of the targets, (N,) or (N, K)."""
+    targets = sample.inputs["target_tokens"]
+    tokens = sample.tokens.reshape(-1, *[1] * (targets.ndim - 1))
+    return table[tokens, targets].astype(np.float32)
+
+
+def _objective(work: Pass, logprobs: Sequence[Array]) -> tuple[list[Array], dict[str, float]]:
+    """(d objective / d logprob of each sample, metrics)."""
+    num_tokens = sum(sample.num_tokens for sample in work.samples)
+    if work.gradients is not None:
+        return [np.asarray(g, np.float64) for g in work.gradients], {
+            "tokens:sum": float(num_tokens)
+        }
+    params = losses.complete_params(work.loss, work.params)
+    values = [
+        losses.evaluate(work.loss, lp, sample.inputs, params, sample=i)
+        for i, (lp, sample) in enumerate(zip(logprobs, work.samples, strict=True))
+    ]
+    return [value.gradient for value in values], losses.summarize(values, num_tokens)
+
+
+def _adapter_gradient(
+    state: _Session, samples: Sequence[Sample], derivatives: Sequence[Array]
+) -> dict[str, Array]:
+    """d objective / d A and B, from d lp(j | i) / d logit k = (k == j) - p(k | i)."""
+    assert state.logprobs is not None
+    by_logit = np.zeros_like(state.logprobs)  # [i, k]
+    for sample, derivative in zip(samples, derivatives, strict=True):
+        targets = sample.inputs["target_tokens"]
+        tokens = np.broadcast_to(
+            sample.tokens.reshape(-1, *[1] * (targets.ndim - 1)), targets.shape
+        )
+        np.add.at(by_logit, (tokens, targets), derivative)
+    by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(state.logprobs)
+    a, b = (state.adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+    scale = state.adapter.lora.scale
+    return {LORA_A: scale * (by_logit @ b).T, LORA_B: scale * (a @ by_logit).T}
+
+
+def _stepped(
+    state: _Session, gradient: Mapping[str, Array], factor: float, params: AdamParams
+) -> tuple[Adapter, OptimizerState]:
+    step = state.optimizer.num_steps + 1
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks
+        after = {
+            name: adamw(_adam_state(state, name), factor * gradient[name], step, params)
+            for name in state.adapter.tensors
+        }
+        adapter = Adapter(
+            lora=state.adapter.lora,
+            tensors={name: s.weights.astype(np.float32) for name, s in after.items()},
+        )
+        optimizer = OptimizerState(
+            num_steps=step,
+            exp_avg={name: s.exp_avg.astype(np.float32) for name, s in after.items()},
+            exp_avg_sq={name: s.exp_avg_sq.astype(np.float32) for name, s in after.items()},
+        )
+    return adapter, optimizer
+
+
+def _adam_state(state: _Session, name: str) -> AdamState:
+    return AdamState(
+        weights=state.adapter.tensors[name].astype(np.float64),
+        exp_avg=state.optimizer.exp_avg[name].astype(np.float64),
+        exp_avg_sq=state.optimizer.exp_avg_sq[name].astype(np.float64),
+    )
+
+
+def _sum(kept: dict[str, Array] | None, added: dict[str, Array]) -> dict[str, Array]:
+    return added if kept is None else {name: kept[name] + added[name] for name in added}
+
+
+def _copy(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array.astype(np.float32, copy=True) for name, array in tensors.items()}
+
+
+def _require_finite(tensors: Mapping[str, Array], session: str) -> None:
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise _non_finite(session, f"the gradient of {name} is not finite")
+
+
+def _non_finite(session: str, what: str):
+    return fail(
+        Reason.NON_FINITE_LOSS,
+        f"Session {session!r}: {what}; weights and moments are unchanged.",
+        session=session,
+    )
