@@ -8,6 +8,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from backend.generator.base import SampleCall, Topk
 Array = np.ndarray
 
 ABSENT_LOGPROB = -99999.0
-_BLOCK = 256
+_BLOCK = 128
+_NUMBERS_AT_ONCE = 256
 
 
 class TokenStream:
@@ -29,11 +31,11 @@ class TokenStream:
         self._numbers = np.empty(0)
 
     def uniform(self, position: int) -> float:
-        block, offset = divmod(position, _BLOCK)
+        block, offset = divmod(position, _NUMBERS_AT_ONCE)
         if block != self._block:
             # Counter-based, so that a block is reached without drawing those before it.
             philox = np.random.Philox(key=self._seed, counter=[0, 0, 0, block])
-            self._numbers, self._block = np.random.Generator(philox).random(_BLOCK), block
+            self._numbers, self._block = np.random.Generator(philox).random(_NUMBERS_AT_ONCE), block
         return float(self._numbers[offset])
 
 
@@ -61,38 +63,43 @@ class Controls:
 def draw(logits: Array, controls: Controls, uniforms: Array) -> tuple[Array, Array]:
     """Draws a token from each row of logits, floating (B, V), by the row's number in [0, 1).
 
-    Truncation applies in the order temperature, top_k, top_p (of what top_k left). Tokens keep the order of their
-    ids in the cumulative distribution, so that keeping all of them is the same as not truncating.
+    Truncation applies in the order temperature, top_k, top_p (of what top_k left). Tokens keep the
+    order of their ids in the cumulative distribution, so that keeping all of them is the same as
+    not truncating.
 
     Returns:
-        tokens int64 (B,), and their logprobs float64 (B,) under the untempered, untruncated distribution. A row
-        that holds NaN or +inf, or nothing above -inf, gives token 0 and logprob NaN.
+        tokens int64 (B,), and their logprobs float64 (B,) under the untempered, untruncated
+        distribution. A row that holds NaN or +inf, or nothing above -inf, gives token 0 and
+        logprob NaN.
     """
     peaks = logits.max(axis=1)
-    sound = np.isfinite(peaks)
-    if not sound.all():
-        logits = np.where(sound[:, None], logits, logits.dtype.type(0))
-        peaks = np.where(sound, peaks, peaks.dtype.type(0))
+    is_sound = np.isfinite(peaks)
+    if not is_sound.all():
+        logits = np.where(is_sound[:, None], logits, logits.dtype.type(0))
+        peaks = np.where(is_sound, peaks, peaks.dtype.type(0))
     shifted = logits - peaks[:, None]
     masses = np.exp(shifted)
-    totals = masses.sum(axis=1, dtype=np.float64)
     tokens = np.empty(len(logits), np.int64)
+    log_totals = np.empty(len(logits), np.float64)
     for row in range(len(logits)):
-        tokens[row] = _draw_row(shifted[row], masses[row], controls, row, uniforms[row])
-    logprobs = shifted[np.arange(len(tokens)), tokens] - np.log(totals)
-    return np.where(sound, tokens, 0), np.where(sound, logprobs, np.nan)
+        tokens[row], log_totals[row] = _draw_row(
+            shifted[row], masses[row], controls, row, uniforms[row]
+        )
+    logprobs = shifted[np.arange(len(tokens)), tokens] - log_totals
+    return np.where(is_sound, tokens, 0), np.where(is_sound, logprobs, np.nan)
 
 
 def topk(logits: Array, k: int) -> Topk:
     """The k likeliest tokens of each row of logits, floating (B, V); equals by ascending id."""
     num_rows, vocab_size = logits.shape
-    kept = min(k, vocab_size)
+    num_kept = min(k, vocab_size)
     token_ids = np.zeros((num_rows, k), np.int32)
     logprobs = np.full((num_rows, k), ABSENT_LOGPROB, np.float32)
     for row, log_norm in enumerate(log_norms(logits)):
-        best = likeliest(logits[row], kept)
-        token_ids[row, :kept] = best
-        logprobs[row, :kept] = logits[row, best] - log_norm
+        ids = _largest(logits[row], num_kept)
+        best = ids[np.argsort(-logits[row, ids], kind="stable")]
+        token_ids[row, :num_kept] = best
+        logprobs[row, :num_kept] = logits[row, best] - log_norm
     return Topk(token_ids=token_ids, logprobs=logprobs)
 
 
@@ -102,53 +109,82 @@ def log_norms(logits: Array) -> Array:
     return peaks + np.log(np.exp(logits - peaks[:, None]).sum(axis=1, dtype=np.float64))
 
 
-def likeliest(scores: Array, k: int) -> Array:
-    """The ids of exactly the k largest of scores (V,), best first, equals by ascending id; 1 <= k <= V."""
-    edge = np.partition(scores, len(scores) - k)[len(scores) - k]
-    above = np.flatnonzero(scores > edge)
-    kept = np.union1d(above, np.flatnonzero(scores == edge)[: k - len(above)])
-    return kept[np.argsort(-scores[kept], kind="stable")]
-
-
-def _draw_row(shifted: Array, masses: Array, controls: Controls, row: int, uniform: float) -> int:
-    """`shifted`: logits (V,) with maximum 0; `masses`: their exponentials."""
+def _draw_row(
+    shifted: Array, masses: Array, controls: Controls, row: int, uniform: float
+) -> tuple[int, float]:
+    """(token, log of the untempered total). `shifted`: logits (V,) with maximum 0; `masses`: their exponentials."""
+    sums = _block_sums(masses)
+    log_total = math.log(sums.sum())
     temperature, k, p = controls.temperature[row], controls.top_k[row], controls.top_p[row]
     if temperature == 0:
-        return int(shifted.argmax())
+        return int(shifted.argmax()), log_total
+    if temperature == 1 and p >= 1 and not 0 < k < len(masses):
+        return _invert(masses, sums, uniform), log_total
     if temperature != 1:
         # The maximum is 0: whatever the temperature, nothing overflows but to -inf.
         with np.errstate(over="ignore"):
             masses = np.exp(shifted.astype(np.float64) / temperature)
-    if 0 < k < len(masses):
-        masses = _only(masses, likeliest(masses, int(k)))
-    if p < 1:
-        masses = _only(masses, _nucleus(masses, float(p)))
-    return _invert(masses, uniform)
+    ids = _kept(masses, int(k), float(p))
+    masses = masses[ids]
+    return int(ids[_invert(masses, _block_sums(masses), uniform)]), log_total
+
+
+def _kept(masses: Array, k: int, p: float) -> Array:
+    """The ids that top_k and then top_p leave, ascending."""
+    if not 0 < k < len(masses):
+        return _nucleus(masses, p)
+    ids = _largest(masses, k)
+    return ids[_nucleus(masses[ids], p)]
+
+
+def _largest(scores: Array, k: int) -> Array:
+    """The ids, ascending, of exactly the k largest of scores (V,), 1 <= k <= V; of equals the lowest."""
+    return _first_above(scores, np.partition(scores, len(scores) - k)[len(scores) - k], k)
 
 
 def _nucleus(masses: Array, p: float) -> Array:
-    """The ids of the smallest set of likeliest tokens whose share of the mass reaches p."""
+    """The ids, ascending, of the fewest likeliest tokens whose share of the mass reaches p."""
+    num_tokens = len(masses)
     wanted = p * masses.sum(dtype=np.float64)
-    num_tried = 64
-    while True:
-        num_tried = min(num_tried, len(masses))
-        ids = likeliest(masses, num_tried)
-        reached = np.cumsum(masses[ids], dtype=np.float64)
-        if reached[-1] >= wanted or num_tried == len(masses):
-            return ids[: 1 + int(np.searchsorted(reached, wanted))]
-        num_tried *= 8
+    if p < 1:
+        for num_tried in (64, 1024, num_tokens):
+            if num_tried <= num_tokens:
+                split = np.partition(masses, num_tokens - num_tried)
+                best = np.sort(split[num_tokens - num_tried :])[::-1]
+                size = 1 + int(np.searchsorted(np.cumsum(best, dtype=np.float64), wanted))
+                if size <= num_tried:
+                    return _first_above(masses, best[size - 1], size)
+    return np.arange(num_tokens)
 
 
-def _only(masses: Array, ids: Array) -> Array:
-    kept = np.zeros_like(masses)
-    kept[ids] = masses[ids]
-    return kept
+def _first_above(scores: Array, edge: float, k: int) -> Array:
+    """The first k ids, ascending, of scores not below `edge`, the k-th largest: ties go to the lowest ids."""
+    ids = np.flatnonzero(scores >= edge)
+    surplus = len(ids) - k
+    if not surplus:
+        return ids
+    return np.delete(ids, np.flatnonzero(scores[ids] == edge)[-surplus:])
 
 
-def _invert(masses: Array, uniform: float) -> int:
-    """The first token at which the cumulative mass exceeds `uniform` of the whole."""
-    reached = np.cumsum(masses, dtype=np.float64)
-    token = int(np.searchsorted(reached, uniform * reached[-1], side="right"))
-    if token < len(masses):
-        return token
-    return int(np.flatnonzero(masses)[-1])  # the product was rounded up to the whole
+def _block_sums(masses: Array) -> Array:
+    starts = np.arange(0, len(masses), _BLOCK)
+    return np.add.reduceat(masses, starts, dtype=np.float64)
+
+
+def _invert(masses: Array, sums: Array, uniform: float) -> int:
+    """The first token at which the cumulative mass exceeds `uniform` of the whole.
+
+    By blocks: a cumulative sum over the whole vocabulary would cost more than everything else.
+    """
+    reached = np.cumsum(sums)
+    wanted = uniform * reached[-1]
+    block = int(np.searchsorted(reached, wanted, side="right"))
+    if block == len(sums):  # the product was rounded up to the whole
+        return int(np.flatnonzero(masses)[-1])
+    start = block * _BLOCK
+    within = np.cumsum(masses[start : start + _BLOCK], dtype=np.float64)
+    before = reached[block - 1] if block else 0.0
+    offset = int(np.searchsorted(within, wanted - before, side="right"))
+    if offset == len(within):  # the two sums of this block were rounded differently
+        offset = int(np.flatnonzero(masses[start : start + _BLOCK])[-1])
+    return start + offset
