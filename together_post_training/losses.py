@@ -153,7 +153,8 @@ def evaluate(
         PostTrainingError: NON_FINITE_LOSS if the loss or its derivative is NaN or outside float32's range, in which
             engines train.
     """
-    value = contract(name).fn(lp, inputs, params)
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = contract(name).fn(lp, inputs, params)
     worst = np.array([value.loss, *value.gradient.flat])
     if np.all(np.abs(worst) <= _LARGEST):
         return value

@@ -1,12 +1,14 @@
 """A language model small enough to check by hand, behind the trainer's Protocol.
 
-    logits after token x = head[:, x] + scale * B @ A[:, x]          (embedding = identity)
+    logits after token x = (head + scale * B @ A) @ h,   h = hidden_scale * (the x-th unit vector)
 
-`builtin:bigram16`: 16 tokens; the successor (x + 1) mod 16 has logit 4, every other 0, so its log-probability
-is 4 - ln(e^4 + 15) = -0.242738 and each other's -4.242738. Gradients are in closed form; all arithmetic is
-float64. What is kept from step to step (weights, moments) is float32, as it is saved, so that resuming from a
-checkpoint changes nothing; losses read the float32 log-probabilities that are returned, so that sending them
-back gives a ratio of exactly 1.
+`builtin:bigram16`: 16 tokens and hidden_scale 4, what one-hot embeddings of 16 tokens become in a
+transformer that ends in RMSNorm. The successor (x + 1) mod 16 has logit 4, every other token 0, so
+its log-probability is 4 - ln(e^4 + 15) = -0.242738, and each other's -4.242738.
+
+Gradients are in closed form, all arithmetic is float64. What is kept from step to step (weights,
+moments) is float32, as it is saved, so that resuming from a checkpoint changes nothing. Losses read
+the float32 log-probabilities that are returned, so that sending them back gives a ratio of exactly 1.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ LORA_B = "base_model.model.lm_head.lora_B.weight"
 class BigramModel:
     """The frozen base, shared by a trainer and its generators.
 
-    head: float64 (V, V); head[j, i] is the logit of token j after token i.
+    head: float64 (V, V); hidden_scale * head[j, i] is the logit of token j after token i.
     decode: text of a list of tokens; None: the model has no text, and stop strings are refused.
     """
 
     name: str
     head: Array
+    hidden_scale: float = 1.0
     max_seq_length: int = 1024
     eos_tokens: tuple[int, ...] = ()
     max_lora_rank: int = 64
@@ -72,10 +75,11 @@ class BigramModel:
 
     def logprobs(self, adapter: Adapter | None) -> Array:
         """float64 (V, V): [i, j] is log p(j | i), of the base alone when `adapter` is None."""
-        logits = self.head.T
+        weight = self.head
         if adapter is not None:
             a, b = (adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
-            logits = logits + adapter.lora.scale * (b @ a).T
+            weight = weight + adapter.lora.scale * (b @ a)
+        logits = self.hidden_scale * weight.T
         shifted = logits - logits.max(axis=1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
@@ -88,9 +92,9 @@ class BigramModel:
         return BigramGenerator(self)
 
 
-def successor_head(vocab_size: int, hit_logit: float) -> Array:
-    """The head of a model that expects each token's successor, the last one's being 0."""
-    return hit_logit * np.roll(np.eye(vocab_size), 1, axis=0)
+def successor_head(vocab_size: int) -> Array:
+    """The head of a model that expects each token's successor, and 0 after the last one."""
+    return np.roll(np.eye(vocab_size), 1, axis=0)
 
 
 def decode_letters(tokens: Sequence[int]) -> str:
@@ -101,7 +105,9 @@ def decode_letters(tokens: Sequence[int]) -> str:
 def load(name: str) -> BigramModel:
     """Raises MODEL_NOT_FOUND for another name than builtin:bigram16."""
     if name == "builtin:bigram16":
-        return BigramModel(name=name, head=successor_head(16, 4.0), decode=decode_letters)
+        return BigramModel(
+            name=name, head=successor_head(16), hidden_scale=4.0, decode=decode_letters
+        )
     raise fail(
         Reason.MODEL_NOT_FOUND,
         f"Unknown bigram model {name!r}: the only one is builtin:bigram16.",
@@ -157,7 +163,7 @@ class BigramTrainer:
         logprobs = [_target_logprobs(state.logprobs, sample) for sample in work.samples]
         derivatives, metrics = _objective(work, logprobs)
         if work.backward:
-            gradient = _adapter_gradient(state, work.samples, derivatives)
+            gradient = self._gradient(state, work.samples, derivatives)
             _require_finite(gradient, work.session)
             state.gradient = _sum(state.gradient, gradient)
         return PassResult(logprobs=logprobs, metrics=metrics)
@@ -212,6 +218,20 @@ class BigramTrainer:
             )
         state.gradient = state.logprobs = None
 
+    def _gradient(
+        self, state: _Session, samples: Sequence[Sample], derivatives: Sequence[Array]
+    ) -> dict[str, Array]:
+        """d objective / d A and B, from d lp(j | i) / d logit k = (k == j) - p(k | i)."""
+        assert state.logprobs is not None
+        by_logit = np.zeros_like(state.logprobs)  # [i, k]
+        for sample, derivative in zip(samples, derivatives, strict=True):
+            targets = sample.inputs["target_tokens"]
+            np.add.at(by_logit, (_contexts(sample), targets), derivative)
+        by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(state.logprobs)
+        by_weight = state.adapter.lora.scale * self._model.hidden_scale * by_logit.T  # (V, V)
+        a, b = (state.adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+        return {LORA_A: b.T @ by_weight, LORA_B: by_weight @ a.T}
+
     def _session(self, session: str) -> _Session:
         state = self._sessions.get(session)
         if state is None:
@@ -238,11 +258,15 @@ def _fresh_moments(adapter: Adapter) -> OptimizerState:
     )
 
 
-def _target_logprobs(table: Array, sample: Sample) -> Array:
-    """float32, the shape of the targets, (N,) or (N, K)."""
+def _contexts(sample: Sample) -> Array:
+    """For each target, the token it follows: the shape of the targets, (N,) or (N, K)."""
     targets = sample.inputs["target_tokens"]
-    tokens = sample.tokens.reshape(-1, *[1] * (targets.ndim - 1))
-    return table[tokens, targets].astype(np.float32)
+    return np.broadcast_to(sample.tokens.reshape(-1, *[1] * (targets.ndim - 1)), targets.shape)
+
+
+def _target_logprobs(table: Array, sample: Sample) -> Array:
+    """float32, the shape of the targets."""
+    return table[_contexts(sample), sample.inputs["target_tokens"]].astype(np.float32)
 
 
 def _objective(work: Pass, logprobs: Sequence[Array]) -> tuple[list[Array], dict[str, float]]:
@@ -258,24 +282,6 @@ def _objective(work: Pass, logprobs: Sequence[Array]) -> tuple[list[Array], dict
         for i, (lp, sample) in enumerate(zip(logprobs, work.samples, strict=True))
     ]
     return [value.gradient for value in values], losses.summarize(values, num_tokens)
-
-
-def _adapter_gradient(
-    state: _Session, samples: Sequence[Sample], derivatives: Sequence[Array]
-) -> dict[str, Array]:
-    """d objective / d A and B, from d lp(j | i) / d logit k = (k == j) - p(k | i)."""
-    assert state.logprobs is not None
-    by_logit = np.zeros_like(state.logprobs)  # [i, k]
-    for sample, derivative in zip(samples, derivatives, strict=True):
-        targets = sample.inputs["target_tokens"]
-        tokens = np.broadcast_to(
-            sample.tokens.reshape(-1, *[1] * (targets.ndim - 1)), targets.shape
-        )
-        np.add.at(by_logit, (tokens, targets), derivative)
-    by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(state.logprobs)
-    a, b = (state.adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
-    scale = state.adapter.lora.scale
-    return {LORA_A: scale * (by_logit @ b).T, LORA_B: scale * (a @ by_logit).T}
 
 
 def _stepped(
