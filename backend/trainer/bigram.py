@@ -164,7 +164,7 @@ class BigramTrainer:
         derivatives, metrics = _objective(work, logprobs)
         if work.backward:
             gradient = self._gradient(state, work.samples, derivatives)
-            _require_finite(gradient, work.session)
+            _require_finite(gradient, work.session, "the gradient of")
             state.gradient = _sum(state.gradient, gradient)
         return PassResult(logprobs=logprobs, metrics=metrics)
 
@@ -187,7 +187,7 @@ class BigramTrainer:
         )
         # Moments are kept in float32: a norm may be finite where its square no longer is.
         for tensors in (adapter.tensors, optimizer.exp_avg, optimizer.exp_avg_sq):
-            _require_finite(tensors, session)
+            _require_finite(tensors, session, "after this step")
         state.adapter, state.optimizer, state.logprobs = adapter, optimizer, None
         return {"unclipped_grad_l2:mean": norm}
 
@@ -321,15 +321,15 @@ def _copy(tensors: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array.astype(np.float32, copy=True) for name, array in tensors.items()}
 
 
-def _require_finite(tensors: Mapping[str, Array], session: str) -> None:
+def _require_finite(tensors: Mapping[str, Array], session: str, what: str) -> None:
     for name, array in tensors.items():
         if not np.isfinite(array).all():
-            raise _non_finite(session, f"the gradient of {name} is not finite")
+            raise _non_finite(session, f"{what} {name} is not finite")
 
 
 def _non_finite(session: str, what: str):
     return fail(
         Reason.NON_FINITE_LOSS,
-        f"Session {session!r}: {what}; weights and moments are unchanged.",
+        f"Session {session!r}: {what}; weights and moments stay as they were.",
         session=session,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from backend.trainer.base import AdamParams, Adapter, Array, LoraConfig, ModelInfo, OptimizerState
 from together_post_training.errors import Reason, fail
 
@@ -91,12 +93,14 @@ def _check_tensors(what: str, tensors: Mapping[str, Array], shapes: Mapping[str,
         for name, shape in sorted(shapes.items())
         if name in tensors and tensors[name].shape != shape
     ]
+    non_finite = sorted(name for name, array in tensors.items() if not np.isfinite(array).all())
     faults = [
         f"{kind}: {_some(names)}"
         for kind, names in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("misshapen", misshapen),
+            ("not finite", non_finite),
         )
         if names
     ]

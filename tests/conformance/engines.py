@@ -1,0 +1,55 @@
+"""The engines that the conformance suites run over. To add one, add a line to ENGINES.
+
+An engine is a trainer and a generator of one base model. `is_succ16` marks those whose model is the
+closed-form bigram: 16 tokens, the successor's logit 4 and every other 0 (after RMSNorm one-hot
+embeddings become 4 times a unit vector, the head is 1 at the successor); they also run the cases
+whose numbers are worked out by hand. All run the relational laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from backend.generator.base import Generator
+from backend.trainer.base import Trainer
+from backend.trainer.bigram import BigramModel, load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """`start` builds a fresh pair; `tolerance`: largest difference between ways to compute a logprob."""
+
+    name: str
+    start: Callable[[], tuple[Trainer, Generator]]
+    is_succ16: bool
+    tolerance: float
+
+
+def _pair(model: BigramModel) -> tuple[Trainer, Generator]:
+    return model.trainer(), model.generator()
+
+
+def _random_bigram() -> BigramModel:
+    """Logits with a spread of about 2, so that a shift or a dropped adapter shows."""
+    head = np.random.default_rng(7).normal(scale=2.0, size=(48, 48))
+    return BigramModel(name="random-bigram", head=head, max_seq_length=64)
+
+
+ENGINES = [
+    # What crosses the seam is float32: 4 has a spacing of 5e-7.
+    Engine(
+        name="bigram16",
+        start=lambda: _pair(load("builtin:bigram16")),
+        is_succ16=True,
+        tolerance=1e-6,
+    ),
+    Engine(
+        name="random-bigram",
+        start=lambda: _pair(_random_bigram()),
+        is_succ16=False,
+        tolerance=1e-6,
+    ),
+]
