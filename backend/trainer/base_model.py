@@ -178,6 +178,7 @@ def _check_complete(source: str, report: dict) -> None:
 
 def _describe(name: str, module: PreTrainedModel) -> ModelInfo:
     head = module.get_output_embeddings()
+    assert head is not None, "a causal language model has an output head"
     return ModelInfo(
         name=name,
         architecture=type(module).__name__,

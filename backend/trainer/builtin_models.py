@@ -99,8 +99,8 @@ def _build_tiny(target: Path) -> None:
         max_position_embeddings=1024,
         initializer_range=_TINY_INIT_STD,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.vocab["<|im_end|>"],
+        pad_token_id=tokenizer.vocab["<|endoftext|>"],
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):

@@ -1,0 +1,144 @@
+"""One session's adapter in memory: weights, gradients and moments, each one flat buffer.
+
+A snapshot is then one copy, an optimiser step one kernel, and what a pass adds one sum. The gradient of a pass is
+kept apart from the window's until the whole pass has succeeded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from backend.trainer import targets
+from backend.trainer.base import AdamParams, Adapter, LoraConfig, OptimizerState
+from backend.trainer.checks import check_adapter
+from backend.trainer.flat_adamw import FlatAdamW
+from backend.trainer.flat_layout import FlatLayout
+from backend.trainer.lora import LoraWeights
+from together_post_training.errors import Reason, fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A linear layer that an adapter trains."""
+
+    path: str
+    num_in: int
+    num_out: int
+
+
+class AdapterSlot:
+    """Owned by the trainer's thread."""
+
+    def __init__(self, lora: LoraConfig, layers: Sequence[Layer]) -> None:
+        self.lora = lora
+        self._layout = FlatLayout(_shapes(lora, layers))
+        self.weights = nn.Parameter(torch.zeros(self._layout.size))
+        self._optimizer = FlatAdamW(self.weights)
+        self._pass_gradient = torch.zeros(self._layout.size)
+        self._window_gradient = torch.zeros(self._layout.size)
+        self._has_gradients = False
+        self.by_path = self._by_path(layers)
+        _draw(self.by_path, lora.seed)
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._has_gradients
+
+    def begin_pass(self) -> None:
+        """What layers add from here on is this pass's gradient."""
+        self._pass_gradient.zero_()
+
+    def commit_pass(self) -> None:
+        """Adds the pass's gradient to the window's.
+
+        Raises:
+            PostTrainingError: NON_FINITE_LOSS, naming the first tensor; nothing is added.
+        """
+        # A sum of finite numbers may overflow: only then is each looked at.
+        if not math.isfinite(self._pass_gradient.sum()):
+            self._require_finite()
+        if self._has_gradients:
+            self._window_gradient.add_(self._pass_gradient)
+        else:
+            self._window_gradient.copy_(self._pass_gradient)
+        self._has_gradients = True
+
+    def clear_gradients(self) -> None:
+        self._has_gradients = False
+
+    def optim_step(self, params: AdamParams) -> dict[str, float]:
+        """See `backend.trainer.base.Trainer.optim_step`."""
+        assert self._has_gradients, "optim_step is called only with gradients"
+        self._has_gradients = False
+        return self._optimizer.step(self._window_gradient, params)
+
+    def adapter(self) -> Adapter:
+        return Adapter(lora=self.lora, tensors=self._layout.copies(self.weights))
+
+    def optimizer_state(self) -> OptimizerState:
+        return OptimizerState(
+            num_steps=self._optimizer.num_steps,
+            exp_avg=self._layout.copies(self._optimizer.exp_avg),
+            exp_avg_sq=self._layout.copies(self._optimizer.exp_avg_sq),
+        )
+
+    def load(self, adapter: Adapter, optimizer: OptimizerState | None) -> None:
+        """See `backend.trainer.base.Trainer.load`."""
+        check_adapter(adapter, optimizer, self.lora, self._layout.shapes)
+        self._layout.fill(self.weights, adapter.tensors)
+        self._optimizer.reset(0 if optimizer is None else optimizer.num_steps)
+        if optimizer is not None:
+            self._layout.fill(self._optimizer.exp_avg, optimizer.exp_avg)
+            self._layout.fill(self._optimizer.exp_avg_sq, optimizer.exp_avg_sq)
+        self._has_gradients = False
+
+    def _by_path(self, layers: Sequence[Layer]) -> Mapping[str, LoraWeights]:
+        weights = self._layout.views(self.weights.detach())
+        gradients = self._layout.views(self._pass_gradient)
+        by_path = {}
+        for layer in layers:
+            a, b = targets.tensor_names(layer.path)
+            by_path[layer.path] = LoraWeights(
+                a=weights[a],
+                b=weights[b],
+                grad_a=gradients[a],
+                grad_b=gradients[b],
+                scale=self.lora.scale,
+            )
+        return by_path
+
+    def _require_finite(self) -> None:
+        for name, gradient in self._layout.views(self._pass_gradient).items():
+            if not gradient.isfinite().all():
+                raise fail(
+                    Reason.NON_FINITE_LOSS,
+                    f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
+                    tensor=name,
+                )
+
+
+def _shapes(lora: LoraConfig, layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        a, b = targets.tensor_names(layer.path)
+        shapes[a] = (lora.rank, layer.num_in)
+        shapes[b] = (layer.num_out, lora.rank)
+    return shapes
+
+
+def _draw(by_path: Mapping[str, LoraWeights], seed: int) -> None:
+    """A uniform in +-1/sqrt(in), which is PEFT's kaiming_uniform(a=sqrt(5)); B stays 0.
+
+    Each layer has a stream of its own, so that what it gets depends on the seed and its path alone.
+    """
+    for path, weights in by_path.items():
+        digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+        stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        bound = weights.a.shape[1] ** -0.5
+        weights.a.uniform_(-bound, bound, generator=stream)

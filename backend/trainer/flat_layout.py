@@ -1,0 +1,44 @@
+"""Named tensors as views into one flat buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class FlatLayout:
+    """Where each tensor lies in a float32 buffer of `size` values."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(shapes)
+        self.size = sum(math.prod(shape) for shape in self.shapes.values())
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors, sharing the buffer's memory."""
+        return {
+            name: buffer[start:stop].view(self.shapes[name]) for name, start, stop in self._spans()
+        }
+
+    def copies(self, buffer: Tensor) -> dict[str, np.ndarray]:
+        """The tensors as numpy views of one copy of the buffer."""
+        copy = buffer.detach().numpy().copy()
+        return {
+            name: copy[start:stop].reshape(self.shapes[name]) for name, start, stop in self._spans()
+        }
+
+    def fill(self, buffer: Tensor, tensors: Mapping[str, np.ndarray]) -> None:
+        """Overwrites the buffer; `tensors` are of the layout's names and shapes."""
+        with torch.no_grad():
+            for name, view in self.views(buffer).items():
+                view.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
+
+    def _spans(self) -> Iterator[tuple[str, int, int]]:
+        start = 0
+        for name, shape in self.shapes.items():
+            stop = start + math.prod(shape)
+            yield name, start, stop
+            start = stop

@@ -1,0 +1,154 @@
+"""From hidden states to the log-probabilities of targets, and back, a few rows of logits at a time.
+
+For a row with hidden state h, logits z = W h + scale * B A h, targets k and derivatives g_k = d loss / d lp_k:
+
+    lp_k = z_k - logsumexp(z)        dL/dz = sum_k g_k (onehot(k) - softmax(z))
+
+so logits live only in one buffer of CHUNK_VALUES floats, whatever the number of tokens; the derivatives by h, A and B
+are summed from it at once. All in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from backend.trainer.lora import LoraWeights
+
+# 32 MB of float32. Matrix products reach their full speed from about 256 rows on.
+CHUNK_VALUES = 2**23
+MIN_CHUNK_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Targets:
+    """The tokens that are scored: one or several for each of T rows, E in all.
+
+    ids: int64 (E,), row by row.
+    rows: int64 (E,), which row each belongs to, ascending.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def select(self, rows: Tensor, num_rows: int) -> tuple[Targets, Tensor]:
+        """(the targets of these ascending rows, renumbered; where they stood)."""
+        renumbered = torch.full((num_rows,), -1).index_copy_(0, rows, torch.arange(len(rows)))
+        new_rows = renumbered[self.rows]
+        kept = (new_rows >= 0).nonzero().squeeze(1)
+        return Targets(ids=self.ids[kept], rows=new_rows[kept]), kept
+
+    def between(self, start: int, stop: int) -> tuple[Targets, slice]:
+        """(the targets of rows start..stop, numbered from 0; where they stood)."""
+        bounds = torch.searchsorted(self.rows, torch.tensor([start, stop]))
+        here = slice(int(bounds[0]), int(bounds[1]))
+        return Targets(ids=self.ids[here], rows=self.rows[here] - start), here
+
+
+def targets_of(arrays: list[np.ndarray]) -> Targets:
+    """Of packed samples: each array is (N,) or (N, K), and N rows take its values."""
+    ids = np.concatenate([array.reshape(-1) for array in arrays])
+    widths = np.concatenate(
+        [np.full(len(array), 1 if array.ndim == 1 else array.shape[1]) for array in arrays]
+    )
+    rows = np.repeat(np.arange(len(widths)), widths)
+    return Targets(ids=torch.from_numpy(ids), rows=torch.from_numpy(rows))
+
+
+class Head:
+    """The output layer, frozen, under one adapter at a time."""
+
+    def __init__(self, linear: nn.Linear, chunk_values: int = CHUNK_VALUES) -> None:
+        self._weight = linear.weight.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        vocab_size = len(self._weight)
+        self.chunk_rows = max(MIN_CHUNK_ROWS, chunk_values // vocab_size)
+        self._buffer = torch.empty(0, vocab_size)
+
+    @torch.no_grad()
+    def logprobs(self, hidden_TH: Tensor, targets: Targets, lora: LoraWeights | None) -> Tensor:
+        """float32 (E,)."""
+        logprobs = torch.empty(len(targets.ids))
+        for start, stop in self._chunks(len(hidden_TH)):
+            chunk, here = targets.between(start, stop)
+            logits_CV, _ = self._logits(hidden_TH[start:stop], lora)
+            logprobs[here] = _softmax_(logits_CV, chunk)
+        return logprobs
+
+    @torch.no_grad()
+    def backward(
+        self, hidden_TH: Tensor, targets: Targets, gradient: Tensor, lora: LoraWeights | None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and differentiates in one sweep; adds the adapter's gradients to its buffers.
+
+        Args:
+            gradient: d loss / d lp, float32 (E,).
+
+        Returns:
+            (logprobs (E,), d loss / d hidden (T, H)).
+        """
+        logprobs = torch.empty(len(targets.ids))
+        grad_hidden = torch.zeros_like(hidden_TH)
+        by_row = torch.zeros(len(hidden_TH)).index_add_(0, targets.rows, gradient.abs())
+        silent, active = (by_row == 0).nonzero().squeeze(1), by_row.nonzero().squeeze(1)
+        if len(silent):
+            chosen, where = targets.select(silent, len(hidden_TH))
+            logprobs[where] = self.logprobs(hidden_TH[silent], chosen, lora)
+        if len(active):
+            chosen, where = targets.select(active, len(hidden_TH))
+            logprobs[where], grad_hidden[active] = self._sweep(
+                hidden_TH[active], chosen, gradient[where], lora
+            )
+        return logprobs, grad_hidden
+
+    def _sweep(
+        self, hidden_TH: Tensor, targets: Targets, gradient: Tensor, lora: LoraWeights | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets.ids))
+        grad_hidden = torch.empty_like(hidden_TH)
+        for start, stop in self._chunks(len(hidden_TH)):
+            chunk, here = targets.between(start, stop)
+            hidden_CH, grad_CH = hidden_TH[start:stop], grad_hidden[start:stop]
+            logits_CV, down_CR = self._logits(hidden_CH, lora)
+            logprobs[here] = _softmax_(logits_CV, chunk)
+            _to_gradient_(logits_CV, chunk, gradient[here])
+            torch.mm(logits_CV, self._weight, out=grad_CH)
+            if lora is not None and down_CR is not None:
+                lora.add_gradients(logits_CV, hidden_CH, down_CR, grad_CH)
+        return logprobs, grad_hidden
+
+    def _chunks(self, num_rows: int) -> list[tuple[int, int]]:
+        starts = range(0, num_rows, self.chunk_rows)
+        return [(start, min(start + self.chunk_rows, num_rows)) for start in starts]
+
+    def _logits(self, hidden_CH: Tensor, lora: LoraWeights | None) -> tuple[Tensor, Tensor | None]:
+        """(logits in the one buffer, A h of the adapter)."""
+        if len(self._buffer) < len(hidden_CH):
+            self._buffer = torch.empty(len(hidden_CH), len(self._weight))
+        logits_CV = torch.mm(hidden_CH, self._weight.T, out=self._buffer[: len(hidden_CH)])
+        if self._bias is not None:
+            logits_CV += self._bias
+        return logits_CV, None if lora is None else lora.add_to(logits_CV, hidden_CH)
+
+
+def _softmax_(logits_CV: Tensor, targets: Targets) -> Tensor:
+    """Turns logits into probabilities, in place, and returns the log-probabilities of the targets.
+
+    The normaliser comes from the largest entry of each row, whose probability is at least 1/V and so never
+    underflows: logsumexp(z) = max z - log(max p).
+    """
+    at_target = logits_CV[targets.rows, targets.ids]
+    largest = logits_CV.amax(dim=1)
+    torch.softmax(logits_CV, dim=1, out=logits_CV)
+    log_normaliser = largest - logits_CV.amax(dim=1).log_()
+    return at_target - log_normaliser[targets.rows]
+
+
+def _to_gradient_(probabilities_CV: Tensor, targets: Targets, gradient: Tensor) -> None:
+    """Turns probabilities into d loss / d logits, in place."""
+    by_row = torch.zeros(len(probabilities_CV)).index_add_(0, targets.rows, gradient)
+    probabilities_CV.mul_(by_row.neg_().unsqueeze(1))
+    probabilities_CV.index_put_((targets.rows, targets.ids), gradient, accumulate=True)

@@ -1,0 +1,172 @@
+"""The base model as a trainer computes with it: packed tokens in, target log-probabilities and gradients out.
+
+Which session's adapter applies to which tokens is said for each forward by its segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from backend.trainer import targets
+from backend.trainer.adapter_slot import Layer
+from backend.trainer.attention import PACKED
+from backend.trainer.base import LoraConfig
+from backend.trainer.base_model import BaseModel
+from backend.trainer.head import CHUNK_VALUES, Head, Targets, targets_of
+from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
+from backend.trainer.packing import Run, runs_of
+from together_post_training.errors import Reason, fail
+from together_post_training.samples import Sample
+
+HEAD_PATH = "lm_head"
+
+# How far a model's own logprobs and ours may lie apart. What this finds (a scaled or capped logit, say) is far larger.
+_CHECK_TOLERANCE = 1e-3
+_CHECK_LENGTHS = (7, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRow:
+    """Samples one after the other: T tokens, E scored targets.
+
+    input_ids, position_ids: int64 (1, T); positions restart with each sample.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    runs: tuple[Run, ...]
+    targets: Targets
+
+
+def pack(samples: Sequence[Sample]) -> PackedRow:
+    """Neighbours of equal length should lie together already: attention computes them as one batch."""
+    lengths = [sample.num_tokens for sample in samples]
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return PackedRow(
+        input_ids=torch.from_numpy(tokens).unsqueeze(0),
+        position_ids=torch.from_numpy(positions).unsqueeze(0),
+        runs=runs_of(lengths),
+        targets=targets_of([sample.inputs["target_tokens"] for sample in samples]),
+    )
+
+
+class Forward:
+    """A row that went through the model's body; its hidden states wait for the head."""
+
+    def __init__(
+        self, row: PackedRow, segments: Sequence[Segment], hidden: Tensor, head: Head
+    ) -> None:
+        self._row = row
+        self._segments = segments
+        self._hidden = hidden
+        self._head = head
+
+    def logprobs(self) -> Tensor:
+        """float32 (E,)."""
+        logprobs = torch.empty(len(self._row.targets.ids))
+        for segment in self._segments:
+            rows = slice(segment.start, segment.stop)
+            chosen, where = self._row.targets.between(segment.start, segment.stop)
+            logprobs[where] = self._head.logprobs(
+                self._hidden.detach()[rows], chosen, segment.weights.get(HEAD_PATH)
+            )
+        return logprobs
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Adds to the gradients of the segments' adapters, given d loss / d logprob (E,); returns logprobs (E,)."""
+        logprobs = torch.empty(len(self._row.targets.ids))
+        grad_hidden = torch.zeros_like(self._hidden)
+        for segment in self._segments:
+            rows = slice(segment.start, segment.stop)
+            chosen, where = self._row.targets.between(segment.start, segment.stop)
+            logprobs[where], grad_hidden[rows] = self._head.backward(
+                self._hidden.detach()[rows],
+                chosen,
+                gradient[where],
+                segment.weights.get(HEAD_PATH),
+            )
+        if self._hidden.requires_grad:
+            self._hidden.backward(grad_hidden)
+        return logprobs
+
+
+class PackedModel:
+    """A view of the base model whose linear layers read a routing. Owned by the trainer's thread."""
+
+    def __init__(self, base: BaseModel, chunk_values: int = CHUNK_VALUES) -> None:
+        """Raises UNIMPLEMENTED for an architecture that it does not know, or does not compute as transformers does."""
+        self._view = base.view(PACKED)
+        self._routing = Routing()
+        linear = targets.linear_layers(self._view)
+        self._head = Head(linear[HEAD_PATH], chunk_values)
+        self._layers = {path: _layer(path, layer) for path, layer in linear.items()}
+        for path in linear.keys() - {HEAD_PATH}:
+            self._view.set_submodule(path, LoraLinear(linear[path], path, self._routing))
+        self._check_equals(base)
+
+    def layers(self, lora: LoraConfig) -> list[Layer]:
+        """Those that an adapter of this configuration trains, in the model's order."""
+        wanted = targets.trained_names(self._view.config.model_type, lora)
+        return [layer for path, layer in self._layers.items() if path.rsplit(".", 1)[-1] in wanted]
+
+    def forward(
+        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+    ) -> Forward:
+        """Runs the body.
+
+        Args:
+            segments: in ascending order, covering the row.
+            for_backward: keeps what `Forward.backward` needs.
+        """
+        self._routing.segments = tuple(segments)
+        with torch.set_grad_enabled(for_backward):
+            hidden = self._view.base_model(
+                input_ids=row.input_ids,
+                position_ids=row.position_ids,
+                # A cache would make transformers mask by its length, and see across sequences.
+                use_cache=False,
+                runs=row.runs,
+            ).last_hidden_state
+        return Forward(row, segments, hidden[0], self._head)
+
+    def _check_equals(self, base: BaseModel) -> None:
+        """Compares with the model's own forward, one short sequence at a time."""
+        sequences = [torch.arange(n) % base.info.limits.vocab_size for n in _CHECK_LENGTHS]
+        samples = [Sample(tokens=s.numpy(), inputs={"target_tokens": s.numpy()}) for s in sequences]
+        row = pack(samples)
+        ours = self.forward(row, [whole_row(row)]).logprobs()
+        with torch.no_grad():
+            logits = [base.module(s[None], use_cache=False).logits[0] for s in sequences]
+        plain = [z.log_softmax(1) for z in logits]
+        at_targets = [
+            lp.gather(1, s[:, None])[:, 0] for lp, s in zip(plain, sequences, strict=True)
+        ]
+        gap = float((ours - torch.cat(at_targets)).abs().max())
+        if not gap < _CHECK_TOLERANCE:
+            raise fail(
+                Reason.UNIMPLEMENTED,
+                f"Model type {self._view.config.model_type!r} cannot be trained yet: log-probabilities computed here "
+                f"differ from the model's own by {gap:g}.",
+                model_type=self._view.config.model_type,
+                gap=gap,
+            )
+
+
+def whole_row(
+    row: PackedRow,
+    weights: Mapping[str, LoraWeights] = MappingProxyType({}),
+    anchor: Tensor | None = None,
+) -> Segment:
+    """The one segment of a row that belongs to one session, or to the base."""
+    return Segment(start=0, stop=row.input_ids.shape[1], weights=weights, anchor=anchor)
+
+
+def _layer(path: str, linear: nn.Linear) -> Layer:
+    return Layer(path=path, num_in=linear.in_features, num_out=linear.out_features)
