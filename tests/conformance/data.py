@@ -1,0 +1,93 @@
+"""Samples and steps that both suites use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from backend.trainer.base import AdamParams, Adapter, Pass, PassResult, Trainer
+from together_post_training import samples as sample_checks
+from together_post_training.samples import Sample
+
+HIT = 4 - float(np.log(np.exp(4) + 15))  # -0.242738
+MISS = HIT - 4  # -4.242738
+
+# AdamW's first step is -lr * sign(g) at any scale of g. With an eps far above g it is -lr / eps * g
+# instead (to 1e-4 relative for |g| up to 1), which shows sums, factors and clipping.
+LINEAR = AdamParams(learning_rate=100.0, eps=1e4)
+
+
+def sample(tokens: Sequence[int], targets: Sequence, **inputs: Sequence | np.ndarray) -> Sample:
+    """Floats become float32; arrays keep their dtype."""
+    arrays = {
+        key: values if isinstance(values, np.ndarray) else np.array(values, np.float32)
+        for key, values in inputs.items()
+    }
+    targets_N = np.array(targets, np.int64)
+    return Sample(tokens=np.array(tokens, np.int64), inputs={"target_tokens": targets_N, **arrays})
+
+
+def run(
+    trainer: Trainer,
+    session: str,
+    samples: Sequence[Sample],
+    loss: str = "cross_entropy",
+    *,
+    params: Mapping[str, float] | None = None,
+    backward: bool = False,
+    gradients: Sequence[np.ndarray] | None = None,
+) -> PassResult:
+    """One pass over checked samples, as the service submits it."""
+    checked = sample_checks.check(samples, loss, trainer.model.limits)
+    return trainer.run(
+        Pass(
+            session=session,
+            samples=checked,
+            loss=loss,
+            params=params or {},
+            backward=backward,
+            gradients=gradients,
+        )
+    )
+
+
+def forward(trainer: Trainer, session: str, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The target logprobs of each sample."""
+    return list(run(trainer, session, samples).logprobs)
+
+
+def train(
+    trainer: Trainer,
+    session: str,
+    samples: Sequence[Sample],
+    loss: str = "cross_entropy",
+    *,
+    adam: AdamParams,
+) -> dict[str, float]:
+    """forward_backward and optim_step; the step's metrics."""
+    run(trainer, session, samples, loss, backward=True)
+    return trainer.optim_step(session, adam)
+
+
+def random_sample(seed: int, vocab_size: int, num_tokens: int, **inputs: np.ndarray) -> Sample:
+    whole = np.random.default_rng(seed).integers(0, vocab_size, num_tokens + 1)
+    return sample(whole[:-1].tolist(), whole[1:].tolist(), **inputs)
+
+
+def changed(before: Adapter, after: Adapter) -> set[str]:
+    """The names of tensors that are not bitwise equal."""
+    assert before.tensors.keys() == after.tensors.keys()
+    return {n for n in before.tensors if not np.array_equal(before.tensors[n], after.tensors[n])}
+
+
+def assert_same_adapter(got: Adapter, wanted: Adapter, *, atol: float) -> None:
+    assert got.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in wanted.tensors.items():
+        np.testing.assert_allclose(got.tensors[name], tensor, rtol=0, atol=atol, err_msg=name)
+
+
+def part(adapter: Adapter, end: str) -> np.ndarray:
+    """The output head's A ("lora_A.weight") or B."""
+    (name,) = (n for n in adapter.tensors if "lm_head" in n and n.endswith(end))
+    return adapter.tensors[name]
