@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from backend.generator.base import SampleCall, Stop
 from backend.trainer.base import AdamParams, Adapter, Pass, PassResult, Trainer
 from together_post_training import samples as sample_checks
 from together_post_training.samples import Sample
@@ -91,3 +94,37 @@ def part(adapter: Adapter, end: str) -> np.ndarray:
     """The output head's A ("lora_A.weight") or B."""
     (name,) = (n for n in adapter.tensors if "lm_head" in n and n.endswith(end))
     return adapter.tensors[name]
+
+
+def always(trainer: Trainer, session: str, *, token: int, delta: float) -> Adapter:
+    """Of a succ16 session's shape: adds `delta` to one token's logit, after every token."""
+    adapter = trainer.adapter(session)
+    zeros = replace(adapter, tensors={n: np.zeros_like(t) for n, t in adapter.tensors.items()})
+    # h is 4 times a unit vector, so A @ h is a vector of ones.
+    part(zeros, "lora_A.weight")[:] = 0.25
+    part(zeros, "lora_B.weight")[token, 0] = delta / adapter.lora.scale
+    return zeros
+
+
+def call(
+    prompt: Sequence[int],
+    *,
+    stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    **more: Any,
+) -> SampleCall:
+    """With defaults: the base model, one sample of one token at temperature 1, seed 1, no stop."""
+    defaults: dict[str, Any] = {
+        "snapshot": None,
+        "num_samples": 1,
+        "max_tokens": 1,
+        "seed": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+    }
+    return SampleCall(
+        prompt=np.array(prompt, np.int64),
+        stop=Stop(strings=tuple(stop_strings), tokens=tuple(stop_tokens)),
+        **{**defaults, **more},
+    )

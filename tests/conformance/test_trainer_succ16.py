@@ -11,13 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.trainer.base import AdamParams, Adapter
+from backend.trainer.base import AdamParams
 from backend.trainer.bigram import load
 from tests.conformance.bench import Bench, head_lora
 from tests.conformance.data import (
     HIT,
     LINEAR,
     MISS,
+    always,
     assert_same_adapter,
     changed,
     forward,
@@ -152,7 +153,7 @@ def test_integer_advantages_and_weights_count_as_floats(succ16: Bench):
 
 def test_a_very_unlikely_target_has_a_finite_logprob(succ16: Bench):
     session = succ16.session(rank=4, alpha=16)
-    succ16.trainer.load(session, always(succ16, session, token=2, delta=-1e5), None)
+    succ16.trainer.load(session, always(succ16.trainer, session, token=2, delta=-1e5), None)
     result = run(succ16.trainer, session, [sample([3], [2])])
     assert result.logprobs[0][0] == pytest.approx(-1e5, rel=1e-3)
     masked = run(succ16.trainer, session, [sample([3], [2], weights=[0.0])])
@@ -162,24 +163,13 @@ def test_a_very_unlikely_target_has_a_finite_logprob(succ16: Bench):
 # The adapter
 
 
-def always(bench: Bench, session: str, *, token: int, delta: float) -> Adapter:
-    """An adapter of the session's shape that adds `delta` to one token's logit after every token."""
-    adapter = bench.trainer.adapter(session)
-    tensors = {name: np.zeros_like(t) for name, t in adapter.tensors.items()}
-    changed_adapter = replace(adapter, tensors=tensors)
-    # h is 4 times a unit vector, so A @ h is a vector of ones.
-    part(changed_adapter, "lora_A.weight")[:] = 0.25
-    part(changed_adapter, "lora_B.weight")[token, 0] = delta / adapter.lora.scale
-    return changed_adapter
-
-
 @pytest.mark.parametrize(
     ("delta", "expected"), [(2.0, -2.330565), (0.5, -3.752016), (1.0, -3.267127)]
 )
 @pytest.mark.parametrize(("rank", "alpha"), [(4, 16.0), (1, 32.0), (8, 8.0)])
 def test_adapter_is_scaled_by_alpha_over_rank(succ16: Bench, delta, expected, rank, alpha):
     session = succ16.session(rank=rank, alpha=alpha)
-    succ16.trainer.load(session, always(succ16, session, token=9, delta=delta), None)
+    succ16.trainer.load(session, always(succ16.trainer, session, token=9, delta=delta), None)
     (logprobs,) = forward(succ16.trainer, session, [sample([3], [9])])
     assert logprobs[0] == pytest.approx(expected, abs=TOL)
 
