@@ -1,0 +1,78 @@
+"""What a checkpoint is: written beside its tensors as manifest.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from backend.operations.work import CheckpointKind
+from backend.trainer.base import LoraConfig
+from together_post_training.names import CheckpointFolder, CheckpointPath
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.safetensors"
+
+FOLDERS: Mapping[CheckpointKind, CheckpointFolder] = {
+    "training": "weights",
+    "inference": "sampler_weights",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """create_time_s, expire_time_s: since 1970; expire_time_s None: never. Times are kept to the microsecond."""
+
+    session: str
+    name: str
+    kind: CheckpointKind
+    base_model: str
+    lora: LoraConfig
+    policy_version: int
+    create_time_s: float
+    expire_time_s: float | None
+    user_metadata: Mapping[str, str]
+    files: tuple[FileEntry, ...] = field(default=())
+
+    @property
+    def path(self) -> CheckpointPath:
+        return CheckpointPath(session=self.session, folder=FOLDERS[self.kind], name=self.name)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(file.name == OPTIMIZER for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def is_expired(self, now_s: float) -> bool:
+        return self.expire_time_s is not None and now_s >= self.expire_time_s
+
+    def file(self, name: str) -> FileEntry | None:
+        return next((file for file in self.files if file.name == name), None)
+
+    def to_json(self) -> bytes:
+        content = {"format_version": FORMAT_VERSION, "path": str(self.path), **asdict(self)}
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """Raises ValueError, KeyError or TypeError for what is not a manifest of this version."""
+        content = json.loads(data)
+        if content.pop("format_version") != FORMAT_VERSION:
+            raise ValueError("unknown format_version")
+        content.pop("path")
+        content["lora"] = LoraConfig(**content["lora"])
+        content["files"] = tuple(FileEntry(**file) for file in content["files"])
+        return Manifest(**content)

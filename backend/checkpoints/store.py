@@ -1,0 +1,255 @@
+"""Checkpoints by path: saved, listed, loaded, expired.
+
+Methods block on the disk: call them from a worker thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from backend.checkpoints import peft_files
+from backend.checkpoints.folder import CheckpointFolder
+from backend.checkpoints.manifest import (
+    MANIFEST,
+    OPTIMIZER,
+    PEFT_CONFIG,
+    WEIGHTS,
+    FileEntry,
+    Manifest,
+)
+from backend.trainer.base import Adapter, OptimizerState
+from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.names import CheckpointPath
+
+PIECE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """optimizer: present if asked for. weights_file: the bytes of adapter_model.safetensors."""
+
+    manifest: Manifest
+    adapter: Adapter
+    optimizer: OptimizerState | None
+    weights_file: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    filename: str
+    offset: int
+    data: bytes
+    size_bytes: int
+
+
+class CheckpointStore:
+    """`clock`: seconds since 1970."""
+
+    def __init__(self, root: Path, clock: Callable[[], float]) -> None:
+        self._folder = CheckpointFolder(root)
+        self._clock = clock
+        # Versions never change, so a manifest is read once.
+        self._manifests: dict[Path, Manifest] = {}
+        self._writing = threading.Lock()
+
+    def save(
+        self,
+        manifest: Manifest,
+        adapter: Adapter,
+        optimizer: OptimizerState | None,
+        *,
+        overwrite: bool,
+    ) -> Manifest:
+        """Writes it; `manifest` comes without files and is returned with them.
+
+        Raises:
+            PostTrainingError: CHECKPOINT_EXISTS.
+        """
+        files = {
+            WEIGHTS: peft_files.encode_adapter(adapter),
+            PEFT_CONFIG: peft_files.peft_config(adapter, manifest.base_model),
+        }
+        if optimizer is not None:
+            files[OPTIMIZER] = peft_files.encode_optimizer(optimizer)
+        whole = replace(manifest, files=tuple(_entry(name, files[name]) for name in files))
+        with self._writing:
+            if not overwrite:
+                self.check_free(manifest.path)
+            self._folder.write(_relative(manifest.path), {**files, MANIFEST: whole.to_json()})
+        return whole
+
+    def check_free(self, path: CheckpointPath) -> None:
+        """Raises CHECKPOINT_EXISTS."""
+        if self._find(path) is not None:
+            raise fail(
+                Reason.CHECKPOINT_EXISTS,
+                f"Checkpoint '{path.name}' already exists ({path}). Choose another name, set overwrite, or delete it "
+                "first.",
+                path=path,
+                name=path.name,
+            )
+
+    def get(self, path: CheckpointPath) -> Manifest:
+        """Raises CHECKPOINT_NOT_FOUND."""
+        found = self._find(path)
+        if found is None:
+            raise _not_found(path)
+        return found
+
+    def list(self, session: str | None = None) -> list[Manifest]:
+        """Newest first."""
+        found = []
+        for relative in self._folder.links(session):
+            with self._folder.reading(relative) as version:
+                manifest = self._read_manifest(version)
+            if manifest is not None and not manifest.is_expired(self._clock()):
+                found.append(manifest)
+        return sorted(found, key=lambda m: (-m.create_time_s, str(m.path)))
+
+    def delete(self, path: CheckpointPath) -> None:
+        """Raises CHECKPOINT_NOT_FOUND."""
+        if self._find(path) is None or not self._folder.delete(_relative(path)):
+            raise _not_found(path)
+
+    def load(self, path: CheckpointPath, *, optimizer: bool) -> LoadedCheckpoint:
+        """Reads and verifies it.
+
+        Raises:
+            PostTrainingError: CHECKPOINT_NOT_FOUND; WRONG_CHECKPOINT_KIND when an optimiser is asked for and the
+                checkpoint has none; INCOMPATIBLE_CHECKPOINT naming the file that is damaged.
+        """
+        with self._folder.reading(_relative(path)) as version:
+            manifest = self._current(path, version)
+            if manifest is None or version is None:
+                raise _not_found(path)
+            if optimizer and not manifest.has_optimizer:
+                raise _no_optimizer(manifest)
+            weights = _read_verified(manifest, version, WEIGHTS)
+            moments = _read_verified(manifest, version, OPTIMIZER) if optimizer else None
+        return LoadedCheckpoint(
+            manifest=manifest,
+            adapter=_decode(
+                manifest, WEIGHTS, lambda: peft_files.decode_adapter(weights, manifest.lora)
+            ),
+            optimizer=None
+            if moments is None
+            else _decode(manifest, OPTIMIZER, lambda: peft_files.decode_optimizer(moments)),
+            weights_file=weights,
+        )
+
+    def pieces(self, path: CheckpointPath) -> Iterator[Piece]:
+        """All files, one after the other. What is being read stays whole if the checkpoint is deleted meanwhile."""
+        with self._folder.reading(_relative(path)) as version:
+            manifest = self._current(path, version)
+            if manifest is None or version is None:
+                raise _not_found(path)
+            for name in (*(file.name for file in manifest.files), MANIFEST):
+                yield from _file_pieces(version / name)
+
+    def sweep(self) -> int:
+        """Removes what has expired; the number of checkpoints removed."""
+        num_removed = 0
+        for relative in self._folder.links(None):
+            with self._folder.reading(relative) as version:
+                manifest = self._read_manifest(version)
+            if manifest is not None and manifest.is_expired(self._clock()):
+                num_removed += self._folder.delete(relative)
+        return num_removed
+
+    def _find(self, path: CheckpointPath) -> Manifest | None:
+        with self._folder.reading(_relative(path)) as version:
+            return self._current(path, version)
+
+    def _current(self, path: CheckpointPath, version: Path | None) -> Manifest | None:
+        """The manifest, unless it has expired, or is another's on a file system that ignores case."""
+        manifest = self._read_manifest(version)
+        if manifest is None or manifest.path != path or manifest.is_expired(self._clock()):
+            return None
+        return manifest
+
+    def _read_manifest(self, version: Path | None) -> Manifest | None:
+        if version is None:
+            return None
+        if version not in self._manifests:
+            try:
+                data = (version / MANIFEST).read_bytes()
+                self._manifests[version] = Manifest.from_json(data)
+            except FileNotFoundError:
+                return None
+            except (ValueError, KeyError, TypeError) as error:
+                raise fail(
+                    Reason.INCOMPATIBLE_CHECKPOINT,
+                    f"{version / MANIFEST} cannot be read ({error!r}): it is damaged, or written by another version of "
+                    "this server.",
+                    file=MANIFEST,
+                ) from None
+        return self._manifests[version]
+
+
+def _relative(path: CheckpointPath) -> Path:
+    return Path(path.session, path.folder, path.name)
+
+
+def _entry(name: str, data: bytes) -> FileEntry:
+    return FileEntry(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _read_verified(manifest: Manifest, version: Path, name: str) -> bytes:
+    expected = manifest.file(name)
+    if expected is None:
+        raise _damaged(manifest, name, "the checkpoint has no such file")
+    try:
+        data = (version / name).read_bytes()
+    except FileNotFoundError:
+        raise _damaged(manifest, name, "the file is missing") from None
+    if len(data) != expected.size_bytes:
+        raise _damaged(manifest, name, f"{len(data)} bytes of {expected.size_bytes}")
+    if hashlib.sha256(data).hexdigest() != expected.sha256:
+        raise _damaged(manifest, name, "its SHA-256 is not the one it was saved with")
+    return data
+
+
+def _decode(manifest: Manifest, name: str, decode: Callable):
+    try:
+        return decode()
+    except ValueError as error:
+        raise _damaged(manifest, name, str(error)) from None
+
+
+def _file_pieces(path: Path) -> Iterator[Piece]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        for offset in range(0, max(size, 1), PIECE_BYTES):
+            data = file.read(PIECE_BYTES)
+            yield Piece(filename=path.name, offset=offset, data=data, size_bytes=size)
+
+
+def _not_found(path: CheckpointPath) -> PostTrainingError:
+    return fail(
+        Reason.CHECKPOINT_NOT_FOUND,
+        f"Unknown checkpoint {str(path)!r}: it was never saved, was deleted, or has expired.",
+        path=path,
+    )
+
+
+def _no_optimizer(manifest: Manifest) -> PostTrainingError:
+    return fail(
+        Reason.WRONG_CHECKPOINT_KIND,
+        f"Checkpoint {str(manifest.path)!r} has no optimiser state ({OPTIMIZER}): {manifest.kind} checkpoints under "
+        "sampler_weights/ hold weights only. Load it without the optimiser, or save a training checkpoint (weights/).",
+        path=manifest.path,
+        missing=OPTIMIZER,
+    )
+
+
+def _damaged(manifest: Manifest, name: str, what: str) -> PostTrainingError:
+    return fail(
+        Reason.INCOMPATIBLE_CHECKPOINT,
+        f"Checkpoint {str(manifest.path)!r} is damaged: {name}: {what}. Nothing was loaded.",
+        path=manifest.path,
+        file=name,
+    )

@@ -1,0 +1,221 @@
+"""The command line: `together-post-training serve` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend import doctor
+from backend.config import DEFAULT_PORT, DEFAULT_STORE, ServerConfig
+from backend.resources.catalog import ModelSpec, parse_spec
+from together_post_training.errors import PostTrainingError
+
+if TYPE_CHECKING:
+    from backend.server import Server
+
+log = logging.getLogger(__name__)
+
+_PARENT_GONE_GRACE_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    # libgomp reads it when torch is imported, which happens later: with active waiting, two busy processes slow
+    # each other tenfold.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    options = _parser().parse_args(arguments)
+    if options.command == "doctor":
+        return doctor.run(sys.stdout)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        _check(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _serve(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together."""
+    if not options.model and not options.load_on_demand:
+        raise ValueError("nothing to serve: name a --model, or give --load-on-demand")
+    if not options.allow_anonymous and not _is_loopback(options.host):
+        raise ValueError(
+            f"--host {options.host} can be reached from other machines, and this server does not check API keys yet: "
+            "anyone who reaches it may train, sample, read and delete. Listen on 127.0.0.1 (use an SSH tunnel), or "
+            "say --allow-anonymous if the network keeps others out."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        status, is_clean = asyncio.run(_run_server(options))
+    except PostTrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not is_clean:
+        # An engine still computes in its thread, and the interpreter would wait for its libraries.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+async def _run_server(options: argparse.Namespace) -> tuple[int, bool]:
+    """(exit status, whether every engine is at rest)."""
+    from backend.server import Server
+
+    config = _config(options)
+    server = Server(config)
+    stopping = _StopRequest(config.grace_s)
+    address = await server.start()
+    if options.parent_pipe:
+        _watch_parent(stopping)
+    loading = asyncio.create_task(server.load_models())
+    waiting = asyncio.create_task(stopping.event.wait())
+    await asyncio.wait([loading, waiting], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if loading.done():
+            loading.result()
+            _announce(options, server, address)
+            await waiting
+    finally:
+        is_clean = await server.stop(stopping.grace_s)
+    return 0, is_clean and loading.done()
+
+
+class _StopRequest:
+    """SIGTERM and SIGINT end the server with grace, a second one at once."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.event = asyncio.Event()
+        self.grace_s = grace_s
+        self.loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self.event.is_set():
+            os._exit(128 + number)
+        log.info("%s: stopping; what runs has %g s", number.name, self.grace_s)
+        self.event.set()
+
+    def parent_gone(self) -> None:
+        self.grace_s = min(self.grace_s, _PARENT_GONE_GRACE_S)
+        self.event.set()
+
+
+def _watch_parent(stopping: _StopRequest) -> None:
+    """The parent holds the other end of stdin; the system closes it when the parent ends, however that comes."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        stopping.loop.call_soon_threadsafe(stopping.parent_gone)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _announce(options: argparse.Namespace, server: Server, address: str) -> None:
+    models = ", ".join(spec.name for spec in options.model) or "models on demand"
+    print(f"serving {models} on grpc://{address}, store {server.store}", flush=True)
+    if options.ready_fd is not None:
+        with os.fdopen(options.ready_fd, "w") as ready:
+            ready.write(f"{address}\n")
+
+
+def _config(options: argparse.Namespace) -> ServerConfig:
+    return ServerConfig(
+        host=options.host,
+        port=options.port,
+        store=options.store,
+        models=tuple(options.model),
+        load_on_demand=options.load_on_demand,
+        durability=options.durability,
+        gap_timeout_s=options.gap_timeout,
+        grace_s=options.grace,
+    )
+
+
+def _model(text: str) -> ModelSpec:
+    try:
+        return parse_spec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="together-post-training", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="show what is installed and what a script would get")
+    serve = commands.add_parser("serve", help="train and sample for clients")
+    serve.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        type=_model,
+        metavar="NAME[=PATH]",
+        help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16, a directory, or a Hugging Face id that is in "
+        "the local cache; may be repeated. With =PATH, clients call it NAME",
+    )
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen")
+    serve.add_argument("--store", type=Path, default=DEFAULT_STORE, help="where work is kept")
+    serve.add_argument(
+        "--load-on-demand",
+        action="store_true",
+        help="also load other models when they are asked for",
+    )
+    serve.add_argument(
+        "--durability",
+        choices=("process", "machine"),
+        default="process",
+        help="what acknowledged work survives: the end of the process, or also a power failure (slower)",
+    )
+    serve.add_argument(
+        "--gap-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long a missing operation of a silent caller is waited for",
+    )
+    serve.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long SIGTERM waits for what runs",
+    )
+    serve.add_argument(
+        "--allow-anonymous",
+        action="store_true",
+        help="listen on an address that others can reach, although anyone who reaches it may do anything",
+    )
+    serve.add_argument(
+        "--ready-fd", type=int, metavar="FD", help="write the address to this descriptor when ready"
+    )
+    serve.add_argument(
+        "--parent-pipe", action="store_true", help="end when stdin is closed, as a child process"
+    )
+    serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser

@@ -1,0 +1,40 @@
+"""How a server is set up. The command line fills this in; tests build it directly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.operations.database import Durability
+from backend.resources.catalog import ModelSpec
+
+DEFAULT_PORT = 50051
+DEFAULT_STORE = Path("~/.local/share/together-post-training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Where to listen."""
+    port: int = DEFAULT_PORT
+    """0: any free one."""
+    store: Path = DEFAULT_STORE
+    """The directory that the server keeps its work in; one server at a time."""
+    models: tuple[ModelSpec, ...] = ()
+    """Loaded at the start."""
+    load_on_demand: bool = False
+    """Also serve any other model that the engines find, from when it is first asked for."""
+    durability: Durability = "process"
+    """What acknowledged work survives: the death of the server's process, or also of its machine."""
+    gap_timeout_s: float = 60.0
+    """How long a missing sequence number is waited for after the session's last sign of life."""
+    max_held: int = 1024
+    """How many sequence numbers ahead of a missing one are accepted."""
+    max_resident_snapshots: int = 16
+    """How many snapshots of a model resource stay in memory; the others wait in the store."""
+    grace_s: float = 30.0
+    """How long what is running may go on after SIGTERM."""
+    sweep_interval_s: float = 1.0
+    """How often missing numbers and expired checkpoints are looked for."""
+    max_message_bytes: int = 256 * 1024 * 1024
+    """The largest request and response."""

@@ -1,0 +1,55 @@
+"""`doctor`: what is installed, and which module a script's import line would get."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
+
+_CLIENT = ("together-post-training", "grpcio", "protobuf", "numpy", "tinker")
+_SERVER = ("torch", "transformers", "peft", "safetensors", "grpcio-health-checking")
+_SWAPPED_IMPORT = "together.post_training.tinker"
+
+
+def run(out: TextIO) -> int:
+    """Prints the report; 1 when a server could not run here."""
+    print(f"Python {platform.python_version()} ({sys.executable})", file=out)
+    for title, packages in (("client", _CLIENT), ("server", _SERVER)):
+        for package in packages:
+            print(f"{title}: {package} {_version(package) or 'is not installed'}", file=out)
+    print(f"import {_SWAPPED_IMPORT}: {_describe_import()}", file=out)
+    policy = os.environ.get("OMP_WAIT_POLICY", "not set; the server sets PASSIVE for itself")
+    print(f"OMP_WAIT_POLICY: {policy}", file=out)
+    missing = [package for package in _SERVER if _version(package) is None]
+    if missing:
+        print(
+            f"A server needs {', '.join(missing)}: pip install 'together-post-training[server]'",
+            file=out,
+        )
+    return 1 if missing else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _describe_import() -> str:
+    """Ours is a module file; the official SDK's is a package, and wins where it is installed."""
+    try:
+        spec = importlib.util.find_spec(_SWAPPED_IMPORT)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        return "not found; install together-post-training"
+    if spec.submodule_search_locations is None:
+        return f"this project ({spec.origin})"
+    return (
+        f"the official SDK ({spec.origin}), which talks to the hosted service. To run a script against your own server "
+        "use `import tinker_compat as tinker`, or `python -m tinker_compat script.py`"
+    )

@@ -1,0 +1,1 @@
+"""Operations: sequence, gradient window, journal, schedule, execution."""

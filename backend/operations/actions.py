@@ -1,0 +1,169 @@
+"""What each kind of operation does with the trainer, the snapshots and the checkpoints of its resource."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from backend.checkpoints.manifest import FOLDERS, Manifest
+from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from backend.operations.session import Operation, Session
+from backend.operations.trainer_thread import TrainerThread
+from backend.operations.work import (
+    LoadCheckpointWork,
+    OptimStepWork,
+    PassWork,
+    SaveCheckpointWork,
+    WeightsSyncWork,
+)
+from backend.trainer.base import AdamParams, Adapter, OptimizerState, Pass, Trainer
+from together_post_training import tensors
+from together_post_training.errors import Reason, fail
+from together_post_training.names import CheckpointPath
+from together_post_training.v1 import operations_pb2 as pb
+
+
+class Publisher(Protocol):
+    async def publish(self, session: Session, sequence: int, adapter: Adapter) -> str:
+        """Makes an adapter sampleable and returns the snapshot's name."""
+        ...
+
+
+class TrainerActions:
+    """See `backend.operations.executor.Actions`. `clock`: seconds since 1970."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        thread: TrainerThread,
+        publisher: Publisher,
+        checkpoints: CheckpointStore,
+        clock: Callable[[], float],
+    ) -> None:
+        self._trainer = trainer
+        self._thread = thread
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._clock = clock
+
+    async def clear_gradients(self, session: str) -> None:
+        await self._thread.call(self._trainer.clear_gradients, session)
+
+    async def run(self, operation: Operation) -> pb.Operation:
+        session, work = operation.session, operation.work
+        match work:
+            case PassWork():
+                return await self._thread.call(_run_pass, self._trainer, work.work)
+            case OptimStepWork():
+                return await self._optim_step(session, work.params)
+            case WeightsSyncWork():
+                return await self._weights_sync(session, operation.sequence)
+            case SaveCheckpointWork():
+                return await self._save(session, work)
+            case LoadCheckpointWork():
+                return await self._load(session, work)
+            case None:
+                raise AssertionError(f"{operation.header.name} was not decoded")
+
+    async def _optim_step(self, session: Session, params: AdamParams) -> pb.Operation:
+        metrics = await self._thread.call(_step, self._trainer, session.id, params)
+        version = session.policy_version + (metrics is not None)
+        shown = {"empty_window:max": 1.0} if metrics is None else metrics
+        return pb.Operation(optim_step=pb.OptimStepResult(policy_version=version, metrics=shown))
+
+    async def _weights_sync(self, session: Session, sequence: int) -> pb.Operation:
+        adapter = await self._thread.call(self._trainer.adapter, session.id)
+        snapshot = await self._publisher.publish(session, sequence, adapter)
+        return pb.Operation(
+            weights_sync=pb.WeightsSyncResult(
+                snapshot=snapshot, policy_version=session.policy_version
+            )
+        )
+
+    async def _save(self, session: Session, work: SaveCheckpointWork) -> pb.Operation:
+        path = CheckpointPath(session=session.id, folder=FOLDERS[work.kind], name=work.name)
+        if not work.overwrite:
+            await asyncio.to_thread(self._checkpoints.check_free, path)
+        with_optimizer = work.kind == "training"
+        adapter, optimizer = await self._thread.call(
+            _copy_state, self._trainer, session.id, with_optimizer
+        )
+        manifest = self._manifest(session, work)
+        await asyncio.to_thread(
+            self._checkpoints.save, manifest, adapter, optimizer, overwrite=work.overwrite
+        )
+        return pb.Operation(
+            save_checkpoint=pb.SaveCheckpointResult(
+                path=str(path), policy_version=manifest.policy_version
+            )
+        )
+
+    def _manifest(self, session: Session, work: SaveCheckpointWork) -> Manifest:
+        now = self._clock()
+        return Manifest(
+            session=session.id,
+            name=work.name,
+            kind=work.kind,
+            base_model=session.shown.base_model,
+            lora=session.lora,
+            policy_version=session.policy_version,
+            create_time_s=now,
+            expire_time_s=None if work.ttl_s is None else now + work.ttl_s,
+            user_metadata=work.user_metadata,
+        )
+
+    async def _load(self, session: Session, work: LoadCheckpointWork) -> pb.Operation:
+        loaded = await asyncio.to_thread(
+            self._checkpoints.load, work.path, optimizer=work.optimizer
+        )
+        check_base_model(loaded, session.shown.base_model)
+        await self._thread.call(self._trainer.load, session.id, loaded.adapter, loaded.optimizer)
+        return pb.Operation(
+            load_checkpoint=pb.LoadCheckpointResult(
+                path=str(work.path), policy_version=policy_version_after(loaded)
+            )
+        )
+
+
+def policy_version_after(loaded: LoadedCheckpoint) -> int:
+    """With the optimiser the run goes on, without it another one begins."""
+    return 0 if loaded.optimizer is None else loaded.manifest.policy_version
+
+
+def check_base_model(loaded: LoadedCheckpoint, base_model: str) -> None:
+    """Raises INCOMPATIBLE_CHECKPOINT."""
+    manifest = loaded.manifest
+    if manifest.base_model != base_model:
+        raise fail(
+            Reason.INCOMPATIBLE_CHECKPOINT,
+            f"Checkpoint {str(manifest.path)!r} was trained on {manifest.base_model!r}, not on {base_model!r}.",
+            path=manifest.path,
+            base_model=manifest.base_model,
+            expected=base_model,
+        )
+
+
+def _run_pass(trainer: Trainer, work: Pass) -> pb.Operation:
+    result = trainer.run(work)
+    outputs = [
+        pb.LossFnOutput(tensors={"logprobs": tensors.encode(logprobs)})
+        for logprobs in result.logprobs
+    ]
+    return pb.Operation(
+        forward_backward=pb.ForwardBackwardResult(loss_fn_outputs=outputs, metrics=result.metrics)
+    )
+
+
+def _step(trainer: Trainer, session: str, params: AdamParams) -> dict[str, float] | None:
+    """None: there was nothing to step from."""
+    if not trainer.has_gradients(session):
+        return None
+    return trainer.optim_step(session, params)
+
+
+def _copy_state(
+    trainer: Trainer, session: str, with_optimizer: bool
+) -> tuple[Adapter, OptimizerState | None]:
+    optimizer = trainer.optimizer_state(session) if with_optimizer else None
+    return trainer.adapter(session), optimizer

@@ -1,0 +1,176 @@
+"""Takes submissions in: in any order, any number of times, kept before they are acknowledged.
+
+The event loop owns it. Large requests are digested and decoded in worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from backend.operations.executor import Executor
+from backend.operations.registry import OperationRegistry, mark_failed
+from backend.operations.session import Operation, Session, new_header
+from backend.operations.work import Work
+from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.v1 import operations_pb2 as pb
+
+T = TypeVar("T")
+
+# Below this a thread costs more than it saves.
+_OFF_LOOP_BYTES = 32 * 1024
+
+
+class Submission(Protocol):
+    """Any request of TrainerService."""
+
+    session: str
+    sequence: int
+
+    def ByteSize(self) -> int: ...
+
+
+class Intake:
+    """`clock`: seconds since 1970."""
+
+    def __init__(self, registry: OperationRegistry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._tasks: set[asyncio.Task] = set()
+        self._closed: PostTrainingError | None = None
+
+    def close(self, error: PostTrainingError) -> None:
+        """Refuses submissions from now on."""
+        self._closed = error
+
+    async def submit(
+        self,
+        session: Session,
+        executor: Executor,
+        kind: pb.OperationKind,
+        request: Message,
+        decode: Callable[[], Work],
+    ) -> pb.Operation:
+        """The operation that the request's number names, once it is in the journal.
+
+        The digest is of the whole request, `failures_seen_through` included: it is part of what the operation may
+        do, and a retry sends the same bytes anyway.
+        """
+        if self._closed is not None:
+            raise self._closed
+        is_large = request.ByteSize() > _OFF_LOOP_BYTES
+        body, digest = await _maybe_off_loop(is_large, lambda: _encode(request))
+        sequence: int = request.sequence  # pyright: ignore[reportAttributeAccessIssue]
+        if not session.sequencer.is_used(sequence):
+            _require_running(session)
+        if not session.sequencer.claim(sequence, digest):
+            return await self._registry.get((session.id, sequence))
+        operation = Operation(
+            session=session,
+            sequence=sequence,
+            header=new_header(session.id, sequence, kind, self._clock()),
+            digest=digest,
+            num_chunks=_optional(request, "num_chunks", 1),
+            seen_through=_optional(request, "failures_seen_through", 0),
+        )
+        session.held[sequence] = operation
+        # A caller that hangs up does not take the submission back.
+        return await self._shielded(
+            self._decode_and_accept(operation, executor, body, decode, is_large)
+        )
+
+    async def use_up(
+        self,
+        session: Session,
+        executor: Executor,
+        sequence: int,
+        error: PostTrainingError,
+        state: pb.OperationState,
+    ) -> pb.Operation:
+        """Ends a number that was never submitted."""
+        session.sequencer.claim(sequence, None)
+        operation = Operation(
+            session=session,
+            sequence=sequence,
+            header=new_header(session.id, sequence, pb.OPERATION_KIND_UNSPECIFIED, self._clock()),
+            digest=b"",
+            num_chunks=None,
+            seen_through=0,
+        )
+        self._refuse(operation, error, state)
+        session.held[sequence] = operation
+        return await self._shielded(self._accept(operation, executor, b""))
+
+    async def _decode_and_accept(
+        self,
+        operation: Operation,
+        executor: Executor,
+        body: bytes,
+        decode: Callable[[], Work],
+        is_large: bool,
+    ) -> pb.Operation:
+        try:
+            operation.work = await _maybe_off_loop(is_large, decode)
+        except PostTrainingError as error:
+            self._refuse(operation, error, pb.OPERATION_STATE_FAILED)
+        except BaseException:
+            self._forget(operation)
+            raise
+        return await self._accept(operation, executor, b"" if operation.refusal else body)
+
+    async def _accept(self, operation: Operation, executor: Executor, body: bytes) -> pb.Operation:
+        session = operation.session
+        try:
+            await self._registry.accept(operation, body)
+        except BaseException:
+            self._forget(operation)
+            raise
+        shown = pb.Operation()
+        for sequence in session.sequencer.commit(operation.sequence):
+            executor.add(session.held.pop(sequence))
+        shown.CopyFrom(operation.header)
+        return shown
+
+    def _refuse(
+        self, operation: Operation, error: PostTrainingError, state: pb.OperationState
+    ) -> None:
+        operation.refusal = error
+        mark_failed(operation.header, error, state, self._clock())
+
+    def _forget(self, operation: Operation) -> None:
+        operation.session.held.pop(operation.sequence, None)
+        operation.session.sequencer.abandon(operation.sequence)
+
+    async def _shielded(self, work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+def _require_running(session: Session) -> None:
+    if not session.is_running:
+        raise fail(
+            Reason.SESSION_STOPPED,
+            f"Session {session.id!r} was stopped. Make a new one, from a checkpoint if you saved one.",
+            session=session.id,
+        )
+
+
+def _encode(request: Message) -> tuple[bytes, bytes]:
+    body = request.SerializeToString(deterministic=True)
+    return body, hashlib.sha256(body).digest()
+
+
+def _optional(request: Message, field: str, default: int) -> int:
+    if field not in request.DESCRIPTOR.fields_by_name or not request.HasField(field):
+        return default
+    return getattr(request, field)
+
+
+async def _maybe_off_loop(is_large: bool, function: Callable[[], T]) -> T:
+    return await asyncio.to_thread(function) if is_large else function()

@@ -1,0 +1,1 @@
+"""Base models in memory, and what lives on them: sessions and snapshots."""

@@ -1,0 +1,98 @@
+"""A model resource: one base model, loaded once, with its trainer, its generator and the executor of its sessions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.checkpoints.store import CheckpointStore
+from backend.generator.base import Generator
+from backend.operations.actions import Publisher, TrainerActions
+from backend.operations.ended import timestamp
+from backend.operations.executor import Executor
+from backend.operations.registry import OperationRegistry
+from backend.operations.trainer_thread import TrainerThread
+from backend.resources.catalog import ModelSpec
+from backend.resources.engines import OpenEngines
+from backend.resources.residency import Residency
+from backend.trainer.base import ModelInfo, Trainer
+from together_post_training.v1 import model_resources_pb2 as pb
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Resource:
+    """Owned by the event loop; the trainer by its thread."""
+
+    name: str
+    trainer: Trainer
+    generator: Generator
+    thread: TrainerThread
+    executor: Executor
+    residency: Residency
+    tokenizer_dir: Path | None
+    create_time_s: float
+    num_sessions: int = 0
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.trainer.model
+
+    @property
+    def id(self) -> str:
+        return resource_id(self.name)
+
+    def message(self) -> pb.ModelResource:
+        return pb.ModelResource(
+            id=self.id,
+            base_model=self.name,
+            state=pb.MODEL_RESOURCE_STATE_READY,
+            create_time=timestamp(self.create_time_s),
+            max_lora_rank=self.model.max_lora_rank,
+            max_seq_length=self.model.limits.max_seq_length,
+            vocab_size=self.model.limits.vocab_size,
+            num_sessions=self.num_sessions,
+        )
+
+    async def close(self) -> None:
+        self.thread.close()
+        await self.generator.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceFactory:
+    """Opens resources. `clock`: seconds since 1970; `max_resident`: snapshots in memory per resource."""
+
+    open_engines: OpenEngines
+    registry: OperationRegistry
+    checkpoints: CheckpointStore
+    spill_dir: Path
+    max_resident: int
+    clock: Callable[[], float]
+
+    async def open(self, spec: ModelSpec, publisher: Publisher) -> Resource:
+        """Loads the model on the thread that will own its trainer. Raises what the engines refuse."""
+        thread = TrainerThread(spec.name)
+        try:
+            engines = await thread.call(self.open_engines, spec.name, spec.path)
+        except BaseException:
+            thread.close()
+            raise
+        actions = TrainerActions(engines.trainer, thread, publisher, self.checkpoints, self.clock)
+        executor = Executor(actions, self.registry)
+        executor.start()
+        return Resource(
+            name=spec.name,
+            trainer=engines.trainer,
+            generator=engines.generator,
+            thread=thread,
+            executor=executor,
+            residency=Residency(engines.generator, self.spill_dir, self.max_resident),
+            tokenizer_dir=engines.tokenizer_dir,
+            create_time_s=self.clock(),
+        )
+
+
+def resource_id(base_model: str) -> str:
+    return "resource-" + hashlib.sha256(base_model.encode()).hexdigest()[:12]

@@ -1,0 +1,80 @@
+"""The model resources of this server: opened once each, shared by everyone who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from backend.resources.catalog import Catalog, ModelSpec
+from backend.resources.resource import Resource, resource_id
+from together_post_training.errors import Reason, fail
+
+log = logging.getLogger(__name__)
+
+
+class Resources:
+    """Owned by the event loop."""
+
+    def __init__(
+        self, catalog: Catalog, open_resource: Callable[[ModelSpec], Awaitable[Resource]]
+    ) -> None:
+        self.catalog = catalog
+        self._open = open_resource
+        self._opening: dict[str, asyncio.Task[Resource]] = {}
+        self._ready: dict[str, Resource] = {}
+
+    async def get(self, base_model: str) -> Resource:
+        """The model's resource, once it is loaded.
+
+        Raises:
+            PostTrainingError: MODEL_NOT_FOUND, or what kept the model from being loaded.
+        """
+        ready = self._ready.get(base_model)
+        if ready is not None:
+            return ready
+        spec = self.catalog.resolve(base_model)
+        task = self._opening.get(base_model)
+        if task is None:
+            task = asyncio.create_task(self._open_once(spec), name=f"open {base_model}")
+            self._opening[base_model] = task
+        # Whoever hangs up leaves the model to the others who wait for it.
+        return await asyncio.shield(task)
+
+    async def open_all(self) -> None:
+        for spec in self.catalog.specs:
+            await self.get(spec.name)
+
+    def ready(self, base_model: str) -> Resource | None:
+        return self._ready.get(base_model)
+
+    def all_ready(self) -> list[Resource]:
+        return list(self._ready.values())
+
+    def by_id(self, wanted: str) -> Resource:
+        """Raises MODEL_NOT_FOUND."""
+        for resource in self._ready.values():
+            if resource.id == wanted:
+                return resource
+        raise fail(
+            Reason.MODEL_NOT_FOUND,
+            f"Unknown model resource {wanted!r}: loaded are "
+            + (", ".join(f"{resource_id(n)} ({n})" for n in self._ready) or "none")
+            + ".",
+            id=wanted,
+        )
+
+    async def close(self) -> None:
+        for resource in self._ready.values():
+            await resource.close()
+
+    async def _open_once(self, spec: ModelSpec) -> Resource:
+        log.info("loading %s", spec.name)
+        try:
+            resource = await self._open(spec)
+        finally:
+            del self._opening[spec.name]
+        self._ready[spec.name] = resource
+        self.catalog.add(spec)
+        log.info("loaded %s", spec.name)
+        return resource

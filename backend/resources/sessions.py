@@ -1,0 +1,357 @@
+"""Sessions: made once for each id, kept alive by their callers, stopped, lost with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from backend.operations.actions import check_base_model, policy_version_after
+from backend.operations.ended import timestamp
+from backend.operations.intake import Intake
+from backend.operations.journal import Journal, SessionEntry
+from backend.operations.sequencer import Sequencer
+from backend.operations.session import Session
+from backend.resources.resource import Resource, resource_id
+from backend.resources.resources import Resources
+from backend.trainer.base import LoraConfig
+from backend.trainer.checks import check_lora
+from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.names import CheckpointPath
+from together_post_training.v1 import operations_pb2
+from together_post_training.v1 import sessions_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSession:
+    """A checked CreateSession request. lora: of a fresh session; its seed is None when none was given."""
+
+    id: str
+    base_model: str
+    lora: LoraRequest | None
+    resume_from: CheckpointPath | None
+    load_optimizer: bool
+    user_metadata: dict[str, str]
+    display_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRequest:
+    rank: int
+    alpha: float
+    seed: int | None
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    max_held: int = 1024
+    gap_timeout_s: float = 60.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Creation:
+    digest: bytes
+    task: asyncio.Task[Session]
+
+
+class Sessions:
+    """Owned by the event loop.
+
+    clock: seconds since 1970. monotonic: seconds, never back; it measures silence.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        journal: Journal,
+        checkpoints: CheckpointStore,
+        intake: Intake,
+        limits: SessionLimits,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._resources = resources
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._intake = intake
+        self._limits = limits
+        self._clock = clock
+        self._monotonic = monotonic
+        self._running: dict[str, Session] = {}
+        self._creating: dict[str, _Creation] = {}
+        self._digests: dict[str, bytes] = {}
+        self._tasks: set[asyncio.Task] = set()
+
+    async def create(self, new: NewSession, digest: bytes) -> pb.Session:
+        """The session of that id, made now unless the same request has made it before.
+
+        Raises:
+            PostTrainingError: SESSION_EXISTS, and what keeps it from being made.
+        """
+        session_id = new.id or uuid.uuid4().hex
+        known = await self._known(session_id, digest)
+        if known is not None:
+            return known
+        creation = self._creating.get(session_id)
+        if creation is None:
+            creation = _Creation(
+                digest=digest, task=asyncio.create_task(self._create(session_id, new, digest))
+            )
+            self._creating[session_id] = creation
+        if creation.digest != digest:
+            raise _exists(session_id)
+        # A caller that hangs up leaves the session to its retry.
+        return (await asyncio.shield(creation.task)).message()
+
+    def running(self, session_id: str) -> Session | None:
+        return self._running.get(session_id)
+
+    async def find(self, session_id: str) -> Session:
+        """A session that runs or was stopped by this server; it was heard of now.
+
+        Raises:
+            PostTrainingError: SESSION_NOT_FOUND; SESSION_LOST for one of an earlier server.
+        """
+        session = self._running.get(session_id)
+        if session is None:
+            raise await self._why_not(session_id)
+        session.heard_of(self._monotonic(), self._clock())
+        return session
+
+    async def heartbeat(self, session_id: str) -> None:
+        """Raises as `find`, and SESSION_STOPPED."""
+        session = await self.find(session_id)
+        if not session.is_running:
+            raise fail(
+                Reason.SESSION_STOPPED, f"Session {session_id!r} was stopped.", session=session_id
+            )
+
+    def resource_of(self, session: Session) -> Resource:
+        resource = self._resources.ready(session.shown.base_model)
+        assert resource is not None, "a session's resource lives as long as its server"
+        return resource
+
+    async def get(self, session_id: str) -> pb.Session:
+        """Also of earlier servers. Raises SESSION_NOT_FOUND."""
+        session = self._running.get(session_id)
+        if session is not None:
+            session.heard_of(self._monotonic(), self._clock())
+            return session.message()
+        entry = await self._journal.get_session(session_id)
+        if entry is None:
+            raise _not_found(session_id)
+        return entry.session
+
+    async def list(self) -> list[pb.Session]:
+        """Newest first."""
+        entries = await self._journal.list_sessions()
+        sessions = (self._running.get(entry.session.id) for entry in entries)
+        return [
+            entry.session if session is None else session.message()
+            for entry, session in zip(entries, sessions, strict=True)
+        ]
+
+    async def stop(self, session_id: str) -> pb.Session:
+        """Stops it once; what runs ends first, what has not started is cancelled."""
+        session = await self.find(session_id)
+        if session.is_running:
+            session.is_running = False
+            self._spawn(self._stop(session))
+            await self._journal.put_session(
+                SessionEntry(session=session.message(), digest=self._digests[session_id])
+            )
+            log.info("session %s stopped", session_id)
+        return session.message()
+
+    async def give_up_missing(self) -> None:
+        """Ends the numbers that silent callers have not sent, so that what waits behind them goes on."""
+        for session in list(self._running.values()):
+            if not session.is_running:
+                continue
+            for sequence in session.sequencer.missing(self._monotonic()):
+                await self._intake.use_up(
+                    session,
+                    self.resource_of(session).executor,
+                    sequence,
+                    _gap(sequence, self._limits.gap_timeout_s),
+                    operations_pb2.OPERATION_STATE_FAILED,
+                )
+
+    async def _known(self, session_id: str, digest: bytes) -> pb.Session | None:
+        session = self._running.get(session_id)
+        if session is not None:
+            if self._digests[session_id] != digest:
+                raise _exists(session_id)
+            return session.message()
+        if session_id in self._creating:
+            return None
+        entry = await self._journal.get_session(session_id)
+        if entry is None or session_id in self._creating:
+            return None
+        raise _exists(session_id) if entry.digest != digest else _lost(session_id)
+
+    async def _create(self, session_id: str, new: NewSession, digest: bytes) -> Session:
+        try:
+            loaded = await self._load(new)
+            base_model = new.base_model if loaded is None else loaded.manifest.base_model
+            resource = await self._resources.get(base_model)
+            lora = _lora(new.lora) if loaded is None else loaded.manifest.lora
+            check_lora(lora, resource.model)
+            await self._create_in_trainer(resource, session_id, lora, loaded)
+            session = self._new(session_id, new, resource, lora, loaded)
+            await self._journal.put_session(SessionEntry(session=session.message(), digest=digest))
+        finally:
+            del self._creating[session_id]
+        self._running[session_id] = session
+        self._digests[session_id] = digest
+        resource.num_sessions += 1
+        log.info("session %s started on %s, rank %d", session_id, base_model, lora.rank)
+        return session
+
+    async def _load(self, new: NewSession) -> LoadedCheckpoint | None:
+        if new.resume_from is None:
+            return None
+        loaded = await asyncio.to_thread(
+            self._checkpoints.load, new.resume_from, optimizer=new.load_optimizer
+        )
+        if new.base_model:
+            check_base_model(loaded, new.base_model)
+        return loaded
+
+    async def _create_in_trainer(
+        self,
+        resource: Resource,
+        session_id: str,
+        lora: LoraConfig,
+        loaded: LoadedCheckpoint | None,
+    ) -> None:
+        def create() -> None:
+            resource.trainer.create_session(session_id, lora)
+            if loaded is None:
+                return
+            try:
+                resource.trainer.load(session_id, loaded.adapter, loaded.optimizer)
+            except BaseException:
+                resource.trainer.delete_session(session_id)
+                raise
+
+        await resource.thread.call(create)
+
+    def _new(
+        self,
+        session_id: str,
+        new: NewSession,
+        resource: Resource,
+        lora: LoraConfig,
+        loaded: LoadedCheckpoint | None,
+    ) -> Session:
+        now = self._clock()
+        shown = pb.Session(
+            id=session_id,
+            base_model=resource.name,
+            model_resource=resource_id(resource.name),
+            lora=lora_message(lora),
+            create_time=timestamp(now),
+            user_metadata=new.user_metadata,
+            resumed_from="" if new.resume_from is None else str(new.resume_from),
+            display_name=new.display_name,
+        )
+        return Session(
+            shown=shown,
+            lora=lora,
+            sequencer=Sequencer(
+                max_held=self._limits.max_held,
+                gap_timeout_s=self._limits.gap_timeout_s,
+                now=self._monotonic(),
+            ),
+            policy_version=0 if loaded is None else policy_version_after(loaded),
+            last_request_time=now,
+        )
+
+    async def _stop(self, session: Session) -> None:
+        resource = self.resource_of(session)
+        await resource.executor.stop_session(session)
+        await resource.thread.call(resource.trainer.delete_session, session.id)
+        resource.num_sessions -= 1
+        await self._journal.forget_requests(session.id)
+
+    async def _why_not(self, session_id: str) -> PostTrainingError:
+        entry = await self._journal.get_session(session_id)
+        if entry is None:
+            return _not_found(session_id)
+        return _lost(session_id)
+
+    def _spawn(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def lora_message(lora: LoraConfig) -> pb.LoraConfig:
+    return pb.LoraConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        seed=lora.seed,
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+        dropout=0.0,
+    )
+
+
+def _lora(request: LoraRequest | None) -> LoraConfig:
+    assert request is not None, "a session without a checkpoint has a LoRA configuration"
+    seed = int.from_bytes(os.urandom(4)) if request.seed is None else request.seed
+    return LoraConfig(
+        rank=request.rank,
+        alpha=request.alpha,
+        seed=seed,
+        train_attn=request.train_attn,
+        train_mlp=request.train_mlp,
+        train_unembed=request.train_unembed,
+    )
+
+
+def _exists(session_id: str) -> PostTrainingError:
+    return fail(
+        Reason.SESSION_EXISTS,
+        f"Session {session_id!r} exists already and was made by another request. Choose another id.",
+        session=session_id,
+    )
+
+
+def _not_found(session_id: str) -> PostTrainingError:
+    return fail(
+        Reason.SESSION_NOT_FOUND,
+        f"Unknown session {session_id!r}: it was not made on this server.",
+        session=session_id,
+    )
+
+
+def _lost(session_id: str) -> PostTrainingError:
+    return fail(
+        Reason.SESSION_LOST,
+        f"Session {session_id!r} ended when the server restarted. Its checkpoints and the results of its operations "
+        "can be read; start a new session from a checkpoint with resume_from.",
+        session=session_id,
+    )
+
+
+def _gap(sequence: int, gap_timeout_s: float) -> PostTrainingError:
+    return fail(
+        Reason.SEQUENCE_GAP,
+        f"Operation {sequence} never arrived: later ones waited for it, and its session was silent for "
+        f"{gap_timeout_s:g} s.",
+        sequence=sequence,
+        gap_timeout_s=gap_timeout_s,
+    )

@@ -1,0 +1,164 @@
+"""Snapshots: published and opened weights, each immutable under its name for as long as it can be sampled.
+
+    snapshots/base:{hash}             a base model
+    snapshots/checkpoint:{hash}       the files of a checkpoint, as they were when it was opened
+    snapshots/session:{id}:{number}   a session's weights, published by its operation of that number
+
+Names follow from what they stand for, so that opening the same thing twice gives the same snapshot, and one that
+was opened before a restart can be opened again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from backend.checkpoints.manifest import Manifest
+from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from backend.operations.journal import Journal
+from backend.operations.session import Session
+from backend.resources.resource import Resource
+from backend.resources.resources import Resources
+from backend.trainer.base import Adapter
+from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.names import CheckpointPath, parse_checkpoint_path
+from together_post_training.v1.generator_pb2 import Snapshot
+
+
+class Snapshots:
+    """Owned by the event loop. `resources` is set before the first use; resources publish through this."""
+
+    resources: Resources
+
+    def __init__(self, journal: Journal, checkpoints: CheckpointStore) -> None:
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._records: dict[str, Snapshot] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+
+    async def restore(self) -> None:
+        """Learns the names that an earlier server gave out."""
+        for snapshot in await self._journal.list_snapshots():
+            self._records[snapshot.name] = snapshot
+
+    def get(self, name: str) -> Snapshot:
+        """Raises SNAPSHOT_NOT_FOUND."""
+        record = self._records.get(name)
+        if record is None:
+            raise fail(
+                Reason.SNAPSHOT_NOT_FOUND,
+                f"Unknown snapshot {name!r}: names come from WeightsSync and OpenSnapshot.",
+                snapshot=name,
+            )
+        return record
+
+    async def publish(self, session: Session, sequence: int, adapter: Adapter) -> str:
+        """See `backend.operations.actions.Publisher`."""
+        record = Snapshot(
+            name=f"snapshots/session:{session.id}:{sequence}",
+            base_model=session.shown.base_model,
+            session=session.id,
+            policy_version=session.policy_version,
+        )
+        resource = await self.resources.get(record.base_model)
+        resource.residency.add(record.name, adapter)
+        await self._keep(record)
+        return record.name
+
+    async def open_base(self, base_model: str) -> Snapshot:
+        resource = await self.resources.get(base_model)
+        name = f"snapshots/base:{_hash(resource.name)}"
+        if name not in self._records:
+            await self._keep(Snapshot(name=name, base_model=resource.name))
+        return self._records[name]
+
+    async def open_checkpoint(self, path: CheckpointPath) -> Snapshot:
+        """Raises CHECKPOINT_NOT_FOUND, INCOMPATIBLE_CHECKPOINT."""
+        async with self._opening.setdefault(str(path), asyncio.Lock()):
+            manifest = await asyncio.to_thread(self._checkpoints.get, path)
+            resource = await self.resources.get(manifest.base_model)
+            if not resource.residency.has(_checkpoint_name(manifest)):
+                loaded = await asyncio.to_thread(self._checkpoints.load, path, optimizer=False)
+                # It may have been overwritten in between.
+                manifest = loaded.manifest
+                await _check_fits(resource, loaded)
+                resource.residency.add(_checkpoint_name(manifest), loaded.adapter)
+            return await self._keep_opened(manifest)
+
+    async def _keep_opened(self, manifest: Manifest) -> Snapshot:
+        name = _checkpoint_name(manifest)
+        if name not in self._records:
+            record = Snapshot(
+                name=name,
+                base_model=manifest.base_model,
+                session=manifest.session,
+                policy_version=manifest.policy_version,
+                path=str(manifest.path),
+            )
+            await self._keep(record)
+        return self._records[name]
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[tuple[Resource, str | None]]:
+        """The resource to sample on, and the snapshot's name in its generator; None: the base model."""
+        record = self.get(name)
+        resource = await self.resources.get(record.base_model)
+        if not record.session and not record.path:
+            yield resource, None
+            return
+        if not resource.residency.has(name):
+            await self._reopen(record)
+        async with resource.residency.use(name) as engine_name:
+            yield resource, engine_name
+
+    async def _reopen(self, record: Snapshot) -> None:
+        """After a restart: from the checkpoint, if it still is what it was."""
+        if not record.path:
+            raise _gone(
+                record,
+                f"session {record.session!r} published it and ended when the server restarted",
+            )
+        try:
+            opened = await self.open_checkpoint(parse_checkpoint_path(record.path))
+        except PostTrainingError as error:
+            raise _gone(record, f"its checkpoint cannot be read: {error.message}") from None
+        if opened.name != record.name:
+            raise _gone(record, f"{record.path} was overwritten since")
+
+    async def _keep(self, record: Snapshot) -> None:
+        await self._journal.put_snapshot(record)
+        self._records[record.name] = record
+
+
+async def _check_fits(resource: Resource, loaded: LoadedCheckpoint) -> None:
+    """Loads it into a session of its own, which checks every tensor. Raises INCOMPATIBLE_CHECKPOINT."""
+    trial = f"trial of {loaded.manifest.path}"
+
+    def check() -> None:
+        resource.trainer.create_session(trial, loaded.manifest.lora)
+        try:
+            resource.trainer.load(trial, loaded.adapter, None)
+        finally:
+            resource.trainer.delete_session(trial)
+
+    await resource.thread.call(check)
+
+
+def _checkpoint_name(manifest: Manifest) -> str:
+    content = "\n".join(file.sha256 for file in manifest.files)
+    identity = f"{manifest.path}\n{manifest.create_time_s}\n{content}"
+    return f"snapshots/checkpoint:{_hash(identity)}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _gone(record: Snapshot, why: str) -> PostTrainingError:
+    return fail(
+        Reason.SNAPSHOT_NOT_FOUND,
+        f"Snapshot {record.name!r} is gone: {why}. Open a checkpoint instead.",
+        snapshot=record.name,
+    )

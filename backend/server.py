@@ -1,0 +1,196 @@
+"""The server: everything put together, started and stopped. One process, one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from backend.checkpoints.store import CheckpointStore
+from backend.config import ServerConfig
+from backend.operations.intake import Intake
+from backend.operations.registry import OperationRegistry, mark_failed
+from backend.operations.sqlite_journal import SqliteJournal
+from backend.resources.catalog import Catalog
+from backend.resources.engines import OpenEngines, open_engines
+from backend.resources.resource import ResourceFactory
+from backend.resources.resources import Resources
+from backend.resources.sessions import SessionLimits, Sessions
+from backend.resources.snapshots import Snapshots
+from backend.services.catalog_service import CatalogService
+from backend.services.checkpoint_service import CheckpointService
+from backend.services.generator_service import GeneratorService
+from backend.services.model_resource_service import ModelResourceService
+from backend.services.operation_service import OperationService
+from backend.services.registration import Health, add_reflection, add_services
+from backend.services.session_service import SessionService
+from backend.services.status import ErrorBorder
+from backend.services.trainer_service import TrainerService
+from backend.store import open_store
+from together_post_training.errors import Reason, fail
+from together_post_training.v1 import operations_pb2
+
+log = logging.getLogger(__name__)
+
+# gRPC's own limits cancel bursts above 1000 requests at random.
+_MAX_PENDING = 100_000
+# Clients may ping every 10 s, also between calls.
+_MIN_PING_INTERVAL_MS = 5_000
+
+
+class Server:
+    """Make it within the event loop that runs it.
+
+    clock: seconds since 1970. monotonic: seconds, never back.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        open_engines: OpenEngines = open_engines,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._store = open_store(config.store)
+        self._journal = SqliteJournal(
+            self._store.journal, self._store.operations, config.durability
+        )
+        self._checkpoints = CheckpointStore(self._store.checkpoints, clock)
+        self._registry = OperationRegistry(self._journal, clock)
+        self._snapshots = Snapshots(self._journal, self._checkpoints)
+        factory = ResourceFactory(
+            open_engines=open_engines,
+            registry=self._registry,
+            checkpoints=self._checkpoints,
+            spill_dir=self._store.snapshots,
+            max_resident=config.max_resident_snapshots,
+            clock=clock,
+        )
+        catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
+        self._resources = Resources(catalog, lambda spec: factory.open(spec, self._snapshots))
+        self._snapshots.resources = self._resources
+        self._intake = Intake(self._registry, clock)
+        self._sessions = Sessions(
+            self._resources,
+            self._journal,
+            self._checkpoints,
+            self._intake,
+            SessionLimits(max_held=config.max_held, gap_timeout_s=config.gap_timeout_s),
+            clock,
+            monotonic,
+        )
+        self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
+        self._health = Health(self._grpc)
+        self._sweepers: list[asyncio.Task] = []
+        self._add_services()
+
+    @property
+    def store(self) -> Path:
+        return self._store.root
+
+    async def start(self) -> str:
+        """Listens and answers health checks; models are not loaded yet. Returns "host:port".
+
+        Raises:
+            PostTrainingError: UNAVAILABLE when the address cannot be listened on.
+        """
+        config = self._config
+        await self._recover()
+        try:
+            port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError:
+            raise fail(
+                Reason.UNAVAILABLE,
+                f"Cannot listen on {config.host}:{config.port}: it is in use, or not an address of this machine. "
+                "Give another --port; 0 picks a free one.",
+                host=config.host,
+                port=config.port,
+            ) from None
+        await self._health.set_serving(False)
+        await self._grpc.start()
+        self._sweep(self._sessions.give_up_missing)
+        self._sweep(lambda: asyncio.to_thread(self._checkpoints.sweep))
+        return f"{config.host}:{port}"
+
+    async def load_models(self) -> None:
+        """Loads what the configuration names, then serves."""
+        await self._resources.open_all()
+        await self._health.set_serving(True)
+
+    async def stop(self, grace_s: float) -> bool:
+        """Ends what runs, at most `grace_s` later. False: an engine was still busy then."""
+        await self._health.set_serving(False)
+        error = fail(Reason.UNAVAILABLE, "The server is stopping.")
+        self._intake.close(error)
+        for sweeper in self._sweepers:
+            sweeper.cancel()
+        drained = await asyncio.gather(
+            *(r.executor.drain(grace_s) for r in self._resources.all_ready())
+        )
+        self._registry.waiters.close(error)
+        await self._grpc.stop(grace=1.0)
+        await self._resources.close()
+        await self._journal.close()
+        self._store.close()
+        return all(drained)
+
+    async def _recover(self) -> None:
+        for path in self._store.snapshots.iterdir():
+            path.unlink()
+        lost = operations_pb2.Operation()
+        error = fail(
+            Reason.SESSION_LOST,
+            "The server was restarted before this operation had ended; its session is lost. Start a new session from "
+            "a checkpoint with resume_from.",
+        )
+        mark_failed(lost, error, operations_pb2.OPERATION_STATE_FAILED, self._clock())
+        num_lost = await self._journal.recover(lost, self._clock())
+        if num_lost:
+            log.warning("%d sessions of an earlier server are lost", num_lost)
+        await self._snapshots.restore()
+
+    def _add_services(self) -> None:
+        add_services(
+            self._grpc,
+            catalog=CatalogService(self._resources),
+            checkpoints=CheckpointService(self._checkpoints),
+            generator=GeneratorService(self._snapshots),
+            model_resources=ModelResourceService(self._resources),
+            operations=OperationService(self._sessions, self._registry, self._intake),
+            sessions=SessionService(self._sessions),
+            trainer=TrainerService(self._sessions, self._intake),
+        )
+        add_reflection(self._grpc)
+
+    def _sweep(self, work: Callable[[], Awaitable[object]]) -> None:
+        self._sweepers.append(asyncio.create_task(_every(self._config.sweep_interval_s, work)))
+
+
+async def _every(interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await work()
+        except Exception:
+            log.exception("a periodic task failed; it is tried again")
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Two servers on one port would each get half of the requests.
+        ("grpc.so_reuseport", 0),
+    ]

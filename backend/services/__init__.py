@@ -1,0 +1,1 @@
+"""Thin gRPC servicers: parse, call, map."""

@@ -1,0 +1,104 @@
+"""The border where exceptions become gRPC statuses."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from together_post_training.errors import DOMAIN, PostTrainingError, Reason, fail
+
+log = logging.getLogger(__name__)
+
+# Trailers travel in HTTP/2 headers, whose whole size clients limit to 8 KiB, and the message is in them twice.
+_MAX_MESSAGE_BYTES = 1500
+_MAX_VALUE_BYTES = 200
+
+
+def to_status(error: PostTrainingError) -> status_pb2.Status:
+    """With one google.rpc.ErrorInfo. Overlong texts end in an ellipsis."""
+    message = shorten(error.message, _MAX_MESSAGE_BYTES)
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=DOMAIN,
+        metadata={k: shorten(v, _MAX_VALUE_BYTES) for k, v in error.metadata.items()},
+    )
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return status_pb2.Status(code=error.code.value[0], message=message, details=[detail])
+
+
+def shorten(text: str, max_bytes: int) -> str:
+    data = text.encode()
+    if len(data) <= max_bytes:
+        return text
+    return data[: max_bytes - 3].decode(errors="ignore") + "…"
+
+
+class ErrorBorder(grpc.aio.ServerInterceptor):
+    """Around every unary and server-streaming method."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        wrap, make = (
+            (_stream, grpc.unary_stream_rpc_method_handler)
+            if handler.response_streaming
+            else (_unary, grpc.unary_unary_rpc_method_handler)
+        )
+        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        return make(
+            wrap(behavior, handler_call_details.method),  # pyright: ignore[reportAttributeAccessIssue]
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(behavior)
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return call
+
+
+def _stream(
+    behavior: Callable[..., AsyncIterator[Any]], method: str
+) -> Callable[..., AsyncIterator[Any]]:
+    @functools.wraps(behavior)
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behavior(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, PostTrainingError):
+        log.error("%s failed inside the server", method, exc_info=error)
+        error = fail(
+            Reason.INTERNAL,
+            f"The server failed ({type(error).__name__}); its log has the details under {method}.",
+            method=method,
+        )
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

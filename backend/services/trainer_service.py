@@ -1,0 +1,64 @@
+"""TrainerService: every method submits one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from backend.operations.intake import Intake
+from backend.operations.work import Work
+from backend.resources.sessions import Sessions
+from backend.services import trainer_requests as parse
+from together_post_training.samples import Limits
+from together_post_training.v1 import operations_pb2 as pb
+from together_post_training.v1 import trainer_pb2, trainer_pb2_grpc
+
+R = TypeVar("R", bound=Message)
+Context = grpc.aio.ServicerContext
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, sessions: Sessions, intake: Intake) -> None:
+        self._sessions = sessions
+        self._intake = intake
+
+    async def Forward(self, request: trainer_pb2.ForwardRequest, context: Context):
+        return await self._submit(pb.OPERATION_KIND_FORWARD, request, parse.pass_work)
+
+    async def ForwardBackward(self, request: trainer_pb2.ForwardBackwardRequest, context: Context):
+        return await self._submit(pb.OPERATION_KIND_FORWARD_BACKWARD, request, parse.pass_work)
+
+    async def CustomForwardBackward(
+        self, request: trainer_pb2.CustomForwardBackwardRequest, context: Context
+    ):
+        kind = pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD
+        return await self._submit(kind, request, parse.custom_work)
+
+    async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context):
+        kind = pb.OPERATION_KIND_OPTIM_STEP
+        return await self._submit(kind, request, lambda r, _: parse.optim_step_work(r))
+
+    async def WeightsSync(self, request: trainer_pb2.WeightsSyncRequest, context: Context):
+        kind = pb.OPERATION_KIND_WEIGHTS_SYNC
+        return await self._submit(kind, request, lambda r, _: parse.weights_sync_work(r))
+
+    async def SaveCheckpoint(self, request: trainer_pb2.SaveCheckpointRequest, context: Context):
+        kind = pb.OPERATION_KIND_SAVE_CHECKPOINT
+        return await self._submit(kind, request, lambda r, _: parse.save_checkpoint_work(r))
+
+    async def LoadCheckpoint(self, request: trainer_pb2.LoadCheckpointRequest, context: Context):
+        kind = pb.OPERATION_KIND_LOAD_CHECKPOINT
+        return await self._submit(kind, request, lambda r, _: parse.load_checkpoint_work(r))
+
+    async def _submit(
+        self, kind: pb.OperationKind, request: R, decode: Callable[[R, Limits], Work]
+    ) -> pb.Operation:
+        session = await self._sessions.find(request.session)  # pyright: ignore[reportAttributeAccessIssue]
+        resource = self._sessions.resource_of(session)
+        limits = resource.model.limits
+        return await self._intake.submit(
+            session, resource.executor, kind, request, lambda: decode(request, limits)
+        )
