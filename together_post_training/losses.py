@@ -212,6 +212,14 @@ def _bounds(
     """The clip bounds of each position: its own where given, else the call's."""
     low = inputs.get("clip_low_threshold", params["clip_low_threshold"])
     high = inputs.get("clip_high_threshold", params["clip_high_threshold"])
+    if np.any(np.greater(low, high)):
+        where = int(np.flatnonzero(np.broadcast_to(np.greater(low, high), lp.shape))[0])
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"At position {where} clip_low_threshold is above clip_high_threshold. Both are bounds of the ratio "
+            "itself (0.8 and 1.2, say), not offsets from 1.",
+            position=where,
+        )
     return np.broadcast_to(low, lp.shape), np.broadcast_to(high, lp.shape)
 
 
