@@ -34,7 +34,9 @@ class ServerConfig:
     """How many snapshots of a model resource stay in memory; the others wait in the store."""
     grace_s: float = 30.0
     """How long what is running may go on after SIGTERM."""
-    sweep_interval_s: float = 1.0
-    """How often missing numbers and expired checkpoints are looked for."""
+    gap_check_interval_s: float = 1.0
+    """How often missing numbers of silent callers are looked for."""
+    checkpoint_sweep_interval_s: float = 30.0
+    """How often expired checkpoints, which nobody sees any more, are removed from the disk."""
     max_message_bytes: int = 256 * 1024 * 1024
     """The largest request and response."""

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _MAX_PENDING = 100_000
 # Clients may ping every 10 s, also between calls.
 _MIN_PING_INTERVAL_MS = 5_000
+_LAST_ANSWERS_S = 0.5
 
 
 class Server:
@@ -59,6 +60,7 @@ class Server:
     ) -> None:
         self._config = config
         self._clock = clock
+        self._monotonic = monotonic
         self._store = open_store(config.store)
         self._journal = SqliteJournal(
             self._store.journal, self._store.operations, config.durability
@@ -77,7 +79,7 @@ class Server:
         catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
         self._resources = Resources(catalog, lambda spec: factory.open(spec, self._snapshots))
         self._snapshots.resources = self._resources
-        self._intake = Intake(self._registry, clock)
+        self._intake = Intake(self._registry, self._journal, clock)
         self._sessions = Sessions(
             self._resources,
             self._journal,
@@ -89,7 +91,7 @@ class Server:
         )
         self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
         self._health = Health(self._grpc)
-        self._sweepers: list[asyncio.Task] = []
+        self._repeated: list[asyncio.Task] = []
         self._add_services()
 
     @property
@@ -116,8 +118,11 @@ class Server:
             ) from None
         await self._health.set_serving(False)
         await self._grpc.start()
-        self._sweep(self._sessions.give_up_missing)
-        self._sweep(lambda: asyncio.to_thread(self._checkpoints.sweep))
+        self._repeat(config.gap_check_interval_s, self._sessions.give_up_missing)
+        self._repeat(
+            config.checkpoint_sweep_interval_s,
+            lambda: asyncio.to_thread(self._checkpoints.sweep),
+        )
         return f"{config.host}:{port}"
 
     async def load_models(self) -> None:
@@ -130,13 +135,16 @@ class Server:
         await self._health.set_serving(False)
         error = fail(Reason.UNAVAILABLE, "The server is stopping.")
         self._intake.close(error)
-        for sweeper in self._sweepers:
-            sweeper.cancel()
+        for task in self._repeated:
+            task.cancel()
+        start = self._monotonic()
         drained = await asyncio.gather(
             *(r.executor.drain(grace_s) for r in self._resources.all_ready())
         )
         self._registry.waiters.close(error)
-        await self._grpc.stop(grace=1.0)
+        left_s = grace_s - (self._monotonic() - start)
+        # Samples that run may end; those who waited for operations have their answers to send.
+        await self._grpc.stop(grace=max(left_s, _LAST_ANSWERS_S))
         await self._resources.close()
         await self._journal.close()
         self._store.close()
@@ -170,8 +178,8 @@ class Server:
         )
         add_reflection(self._grpc)
 
-    def _sweep(self, work: Callable[[], Awaitable[object]]) -> None:
-        self._sweepers.append(asyncio.create_task(_every(self._config.sweep_interval_s, work)))
+    def _repeat(self, interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
+        self._repeated.append(asyncio.create_task(_every(interval_s, work)))
 
 
 async def _every(interval_s: float, work: Callable[[], Awaitable[object]]) -> None:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +35,17 @@ class CheckpointFolder:
         self._doomed: set[Path] = set()
         self._remove_orphans()
 
-    def write(self, relative: Path, files: Mapping[str, bytes]) -> None:
-        """Puts the files there, in place of any that were."""
+    def write(
+        self,
+        relative: Path,
+        files: Mapping[str, bytes],
+        may_replace: Callable[[Path], bool],
+    ) -> None:
+        """Puts the files there, in place of any that were.
+
+        Raises:
+            FileExistsError: `may_replace` says no of the version that is there at the end; it is still there.
+        """
         version = self._data / uuid.uuid4().hex
         version.mkdir(mode=0o755)
         try:
@@ -44,17 +53,17 @@ class CheckpointFolder:
                 _write_synced(version / name, data)
             sync_directory(version)
             sync_directory(self._data)
-            self._point(relative, version)
+            self._point(relative, version, may_replace)
         except BaseException:
             shutil.rmtree(version, ignore_errors=True)
             raise
 
-    def delete(self, relative: Path) -> bool:
-        """False: there was nothing."""
+    def delete(self, relative: Path, expected: Path | None = None) -> bool:
+        """False: there was nothing, or another version than the `expected` one."""
         link = self._root / relative
         with self._lock:
             version = self._version(link)
-            if version is None:
+            if version is None or expected not in (None, version):
                 return False
             link.unlink()
             sync_directory(link.parent)
@@ -79,13 +88,16 @@ class CheckpointFolder:
         pattern = f"{session or '*'}/*/*"
         return [p.relative_to(self._root) for p in self._root.glob(pattern) if p.is_symlink()]
 
-    def _point(self, relative: Path, version: Path) -> None:
+    def _point(self, relative: Path, version: Path, may_replace: Callable[[Path], bool]) -> None:
         link = self._root / relative
         link.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._data / f"{version.name}.link"
         temporary.symlink_to(os.path.relpath(version, link.parent))
         with self._lock:
             replaced = self._version(link)
+            if replaced is not None and not may_replace(replaced):
+                temporary.unlink()
+                raise FileExistsError(relative)
             os.replace(temporary, link)
             sync_directory(link.parent)
             if replaced is not None:

@@ -6,8 +6,8 @@ Methods block on the disk: call them from a worker thread.
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from backend.checkpoints.manifest import (
 from backend.trainer.base import Adapter, OptimizerState
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1024 * 1024
 
@@ -54,7 +56,6 @@ class CheckpointStore:
         self._clock = clock
         # Versions never change, so a manifest is read once.
         self._manifests: dict[Path, Manifest] = {}
-        self._writing = threading.Lock()
 
     def save(
         self,
@@ -76,22 +77,21 @@ class CheckpointStore:
         if optimizer is not None:
             files[OPTIMIZER] = peft_files.encode_optimizer(optimizer)
         whole = replace(manifest, files=tuple(_entry(name, files[name]) for name in files))
-        with self._writing:
-            if not overwrite:
-                self.check_free(manifest.path)
-            self._folder.write(_relative(manifest.path), {**files, MANIFEST: whole.to_json()})
+        try:
+            self._folder.write(
+                _relative(manifest.path),
+                {**files, MANIFEST: whole.to_json()},
+                may_replace=lambda version: self._may_replace(manifest.path, version, overwrite),
+            )
+        except FileExistsError:
+            raise _exists(manifest.path) from None
         return whole
 
     def check_free(self, path: CheckpointPath) -> None:
         """Raises CHECKPOINT_EXISTS."""
-        if self._find(path) is not None:
-            raise fail(
-                Reason.CHECKPOINT_EXISTS,
-                f"Checkpoint '{path.name}' already exists ({path}). Choose another name, set overwrite, or delete it "
-                "first.",
-                path=path,
-                name=path.name,
-            )
+        with self._folder.reading(_relative(path)) as version:
+            if version is not None and not self._may_replace(path, version, overwrite=False):
+                raise _exists(path)
 
     def get(self, path: CheckpointPath) -> Manifest:
         """Raises CHECKPOINT_NOT_FOUND."""
@@ -102,17 +102,16 @@ class CheckpointStore:
 
     def list(self, session: str | None = None) -> list[Manifest]:
         """Newest first."""
-        found = []
-        for relative in self._folder.links(session):
-            with self._folder.reading(relative) as version:
-                manifest = self._read_manifest(version)
-            if manifest is not None and not manifest.is_expired(self._clock()):
-                found.append(manifest)
+        found = [m for _, _, m in self._all(session) if not m.is_expired(self._clock())]
         return sorted(found, key=lambda m: (-m.create_time_s, str(m.path)))
 
     def delete(self, path: CheckpointPath) -> None:
-        """Raises CHECKPOINT_NOT_FOUND."""
-        if self._find(path) is None or not self._folder.delete(_relative(path)):
+        """Also a damaged one. Raises CHECKPOINT_NOT_FOUND."""
+        try:
+            is_there = self._find(path) is not None
+        except PostTrainingError:
+            is_there = True
+        if not is_there or not self._folder.delete(_relative(path)):
             raise _not_found(path)
 
     def load(self, path: CheckpointPath, *, optimizer: bool) -> LoadedCheckpoint:
@@ -141,7 +140,7 @@ class CheckpointStore:
             weights_file=weights,
         )
 
-    def pieces(self, path: CheckpointPath) -> Iterator[Piece]:
+    def pieces(self, path: CheckpointPath) -> Generator[Piece, None, None]:
         """All files, one after the other. What is being read stays whole if the checkpoint is deleted meanwhile."""
         with self._folder.reading(_relative(path)) as version:
             manifest = self._current(path, version)
@@ -152,13 +151,31 @@ class CheckpointStore:
 
     def sweep(self) -> int:
         """Removes what has expired; the number of checkpoints removed."""
-        num_removed = 0
-        for relative in self._folder.links(None):
-            with self._folder.reading(relative) as version:
-                manifest = self._read_manifest(version)
-            if manifest is not None and manifest.is_expired(self._clock()):
-                num_removed += self._folder.delete(relative)
-        return num_removed
+        expired = [(link, v) for link, v, m in self._all(None) if m.is_expired(self._clock())]
+        # One that was replaced in between stays.
+        return sum(self._folder.delete(link, version) for link, version in expired)
+
+    def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
+        """Every link with its version and manifest; unreadable ones are logged and left out."""
+        for link in self._folder.links(session):
+            try:
+                with self._folder.reading(link) as version:
+                    manifest = self._read_manifest(version)
+            except PostTrainingError as error:
+                log.warning("checkpoint %s is left out: %s", link, error)
+                continue
+            if version is not None and manifest is not None:
+                yield link, version, manifest
+
+    def _may_replace(self, path: CheckpointPath, version: Path, overwrite: bool) -> bool:
+        """An expired one always; never another's, whose name differs only where the file system sees no difference."""
+        try:
+            manifest = self._read_manifest(version)
+        except PostTrainingError:
+            return overwrite
+        if manifest is None:
+            return True
+        return manifest.is_expired(self._clock()) or (overwrite and manifest.path == path)
 
     def _find(self, path: CheckpointPath) -> Manifest | None:
         with self._folder.reading(_relative(path)) as version:
@@ -226,6 +243,15 @@ def _file_pieces(path: Path) -> Iterator[Piece]:
         for offset in range(0, max(size, 1), PIECE_BYTES):
             data = file.read(PIECE_BYTES)
             yield Piece(filename=path.name, offset=offset, data=data, size_bytes=size)
+
+
+def _exists(path: CheckpointPath) -> PostTrainingError:
+    return fail(
+        Reason.CHECKPOINT_EXISTS,
+        f"Checkpoint '{path.name}' already exists ({path}). Choose another name, set overwrite, or delete it first.",
+        path=path,
+        name=path.name,
+    )
 
 
 def _not_found(path: CheckpointPath) -> PostTrainingError:

@@ -61,7 +61,6 @@ class Executor:
         self._scheduler: Scheduler[Operation] = Scheduler()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
-        self._idle: dict[str, asyncio.Event] = {}
         self._loop_task: asyncio.Task | None = None
         self._is_draining = False
 
@@ -86,12 +85,9 @@ class Executor:
     async def stop_session(self, session: Session) -> None:
         """Cancels what has not started, and returns when what runs has ended."""
         waiting = [*self._scheduler.drop(session.id), *session.held.values()]
-        session.held.clear()
         error = stopped(session.id)
         await asyncio.gather(*(self.cancel(operation, error) for operation in waiting))
-        while self._scheduler.is_busy(session.id):
-            await self._idle.setdefault(session.id, asyncio.Event()).wait()
-        self._idle.pop(session.id, None)
+        await session.wait_until_none_live()
 
     async def drain(self, grace_s: float) -> bool:
         """Starts nothing any more. False: what was running still is after `grace_s`."""
@@ -204,8 +200,6 @@ class Executor:
     def _release(self, session: Session) -> None:
         self._scheduler.release(session.id)
         self._wake.set()
-        if session.id in self._idle:
-            self._idle[session.id].set()
 
     def _spawn(self, work: Coroutine) -> None:
         task = asyncio.create_task(work)
@@ -216,7 +210,8 @@ class Executor:
 def stopped(session: str) -> PostTrainingError:
     return fail(
         Reason.SESSION_STOPPED,
-        f"Cancelled: session {session!r} was stopped before this operation started.",
+        f"Session {session!r} was stopped before this operation started. Make a new one, from a checkpoint if you "
+        "saved one.",
         session=session,
     )
 

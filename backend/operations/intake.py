@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from backend.operations.executor import Executor
+from backend.operations.executor import Executor, stopped
+from backend.operations.journal import Journal
 from backend.operations.registry import OperationRegistry, mark_failed
+from backend.operations.sequencer import check_same
 from backend.operations.session import Operation, Session, new_header
 from backend.operations.work import Work
-from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.errors import PostTrainingError
 from together_post_training.v1 import operations_pb2 as pb
 
 T = TypeVar("T")
@@ -25,20 +27,14 @@ T = TypeVar("T")
 _OFF_LOOP_BYTES = 32 * 1024
 
 
-class Submission(Protocol):
-    """Any request of TrainerService."""
-
-    session: str
-    sequence: int
-
-    def ByteSize(self) -> int: ...
-
-
 class Intake:
     """`clock`: seconds since 1970."""
 
-    def __init__(self, registry: OperationRegistry, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: OperationRegistry, journal: Journal, clock: Callable[[], float]
+    ) -> None:
         self._registry = registry
+        self._journal = journal
         self._clock = clock
         self._tasks: set[asyncio.Task] = set()
         self._closed: PostTrainingError | None = None
@@ -62,11 +58,11 @@ class Intake:
         """
         if self._closed is not None:
             raise self._closed
-        is_large = request.ByteSize() > _OFF_LOOP_BYTES
+        is_large = _is_large(request)
         body, digest = await _maybe_off_loop(is_large, lambda: _encode(request))
-        sequence: int = request.sequence  # pyright: ignore[reportAttributeAccessIssue]
-        if not session.sequencer.is_used(sequence):
-            _require_running(session)
+        _, sequence = _key(request)
+        if not session.is_running and not session.sequencer.is_used(sequence):
+            raise stopped(session.id)
         if not session.sequencer.claim(sequence, digest):
             return await self._registry.get((session.id, sequence))
         operation = Operation(
@@ -77,11 +73,25 @@ class Intake:
             num_chunks=_optional(request, "num_chunks", 1),
             seen_through=_optional(request, "failures_seen_through", 0),
         )
-        session.held[sequence] = operation
+        self._expect(operation)
         # A caller that hangs up does not take the submission back.
         return await self._shielded(
             self._decode_and_accept(operation, executor, body, decode, is_large)
         )
+
+    async def recall(self, request: Message) -> pb.Operation | None:
+        """The answer to a submission that was accepted before its session ended; None: it was not.
+
+        Raises:
+            PostTrainingError: SEQUENCE_REUSED.
+        """
+        session, sequence = _key(request)
+        entry = await self._journal.get_operation(session, sequence)
+        if entry is None:
+            return None
+        _, digest = await _maybe_off_loop(_is_large(request), lambda: _encode(request))
+        check_same(sequence, entry.digest or None, digest)
+        return entry.operation
 
     async def use_up(
         self,
@@ -102,7 +112,7 @@ class Intake:
             seen_through=0,
         )
         self._refuse(operation, error, state)
-        session.held[sequence] = operation
+        self._expect(operation)
         return await self._shielded(self._accept(operation, executor, b""))
 
     async def _decode_and_accept(
@@ -117,8 +127,8 @@ class Intake:
             operation.work = await _maybe_off_loop(is_large, decode)
         except PostTrainingError as error:
             self._refuse(operation, error, pb.OPERATION_STATE_FAILED)
-        except BaseException:
-            self._forget(operation)
+        except BaseException as error:
+            self._forget(operation, error)
             raise
         return await self._accept(operation, executor, b"" if operation.refusal else body)
 
@@ -126,8 +136,8 @@ class Intake:
         session = operation.session
         try:
             await self._registry.accept(operation, body)
-        except BaseException:
-            self._forget(operation)
+        except BaseException as error:
+            self._forget(operation, error)
             raise
         shown = pb.Operation()
         for sequence in session.sequencer.commit(operation.sequence):
@@ -141,9 +151,14 @@ class Intake:
         operation.refusal = error
         mark_failed(operation.header, error, state, self._clock())
 
-    def _forget(self, operation: Operation) -> None:
-        operation.session.held.pop(operation.sequence, None)
+    def _expect(self, operation: Operation) -> None:
+        operation.session.held[operation.sequence] = operation
+        self._registry.expect(operation)
+
+    def _forget(self, operation: Operation, error: BaseException) -> None:
+        del operation.session.held[operation.sequence]
         operation.session.sequencer.abandon(operation.sequence)
+        self._registry.forget(operation, error)
 
     async def _shielded(self, work: Awaitable[T]) -> T:
         task = asyncio.ensure_future(work)
@@ -152,13 +167,13 @@ class Intake:
         return await asyncio.shield(task)
 
 
-def _require_running(session: Session) -> None:
-    if not session.is_running:
-        raise fail(
-            Reason.SESSION_STOPPED,
-            f"Session {session.id!r} was stopped. Make a new one, from a checkpoint if you saved one.",
-            session=session.id,
-        )
+def _key(request: Message) -> tuple[str, int]:
+    """Every request of TrainerService has these two fields."""
+    return request.session, request.sequence  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_large(request: Message) -> bool:
+    return request.ByteSize() > _OFF_LOOP_BYTES
 
 
 def _encode(request: Message) -> tuple[bytes, bytes]:

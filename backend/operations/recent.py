@@ -17,6 +17,8 @@ class Recent:
         self._kept: OrderedDict[Key, tuple[pb.Operation, int]] = OrderedDict()
 
     def put(self, key: Key, operation: pb.Operation) -> None:
+        _, replaced = self._kept.pop(key, (None, 0))
+        self._num_bytes -= replaced
         size = operation.ByteSize()
         self._kept[key] = (operation, size)
         self._num_bytes += size

@@ -35,20 +35,25 @@ class OperationRegistry:
         """An operation that has not ended, or whose end is being written down."""
         return self._live.get(key)
 
-    async def accept(self, operation: Operation, request: bytes) -> None:
-        """Writes the submission down. If that fails, it was never here."""
+    def expect(self, operation: Operation) -> None:
+        """A submission is being decoded and written down: `accept` or `forget` follows."""
         self._live[operation.key] = operation
+        operation.session.operation_expected()
+
+    async def accept(self, operation: Operation, request: bytes) -> None:
+        """Writes the submission down."""
         entry = OperationEntry(operation=operation.header, digest=operation.digest)
-        try:
-            await self._journal.add_operation(*operation.key, entry, request)
-        except BaseException as error:
-            del self._live[operation.key]
-            operation.accepted.set_exception(error)
-            operation.accepted.exception()  # Retrieved: nobody else need be waiting.
-            raise
+        await self._journal.add_operation(*operation.key, entry, request)
         operation.accepted.set_result(None)
         if is_ended(operation.header):
             self._announce(operation, operation.header)
+
+    def forget(self, operation: Operation, error: BaseException) -> None:
+        """It could not be accepted: it was never here. Whoever waits for it gets the error."""
+        del self._live[operation.key]
+        operation.session.operation_gone()
+        operation.accepted.set_exception(error)
+        operation.accepted.exception()  # Retrieved: nobody need be waiting.
 
     def started(self, operation: Operation) -> None:
         operation.is_started = True

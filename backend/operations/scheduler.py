@@ -72,10 +72,6 @@ class Scheduler(Generic[T]):
             del self._lanes[session]
         return items
 
-    def is_busy(self, session: str) -> bool:
-        lane = self._lanes.get(session)
-        return lane is not None and lane.is_busy
-
     def _rounds_until_served(self, lane: _Lane[T]) -> int:
         return max(0, -(-(lane.items[0][1] - lane.credit) // self._quantum))
 

@@ -61,7 +61,7 @@ class Sequencer:
                 sequence=sequence,
             )
         if sequence in self._digests:
-            self._check_same(sequence, digest)
+            check_same(sequence, self._digests[sequence], digest)
             return False
         if sequence >= self._next + self._max_held:
             raise fail(
@@ -103,13 +103,14 @@ class Sequencer:
             return []
         return [n for n in range(self._next, max(self._held)) if n not in self._digests]
 
-    def _check_same(self, sequence: int, digest: bytes | None) -> None:
-        known = self._digests[sequence]
-        if known is None or digest is None or known == digest:
-            return
-        raise fail(
-            Reason.SEQUENCE_REUSED,
-            f"Sequence number {sequence} was used for another request. The same number is only for sending the "
-            "same bytes again; number new requests on.",
-            sequence=sequence,
-        )
+
+def check_same(sequence: int, known: bytes | None, digest: bytes | None) -> None:
+    """Raises SEQUENCE_REUSED unless the digests are equal, or one is None."""
+    if known is None or digest is None or known == digest:
+        return
+    raise fail(
+        Reason.SEQUENCE_REUSED,
+        f"Sequence number {sequence} was used for another request. The same number is only for sending the "
+        "same bytes again; number new requests on.",
+        sequence=sequence,
+    )

@@ -23,6 +23,7 @@ class Session:
     shown: what GetSession answers, but for the fields that `message` fills in.
     held: operations that wait for an earlier number to arrive.
     ended_through, ended: the number up to which all operations have ended; later ones that have.
+    num_live: operations that were submitted and have not ended.
     """
 
     shown: sessions_pb2.Session
@@ -35,6 +36,8 @@ class Session:
     is_running: bool = True
     ended: set[int] = field(default_factory=set)
     ended_through: int = 0
+    num_live: int = 0
+    _none_live: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def id(self) -> str:
@@ -45,7 +48,21 @@ class Session:
         self.sequencer.alive(now)
         self.last_request_time = time_s
 
+    def operation_expected(self) -> None:
+        self.num_live += 1
+        self._none_live.clear()
+
+    def operation_gone(self) -> None:
+        self.num_live -= 1
+        if not self.num_live:
+            self._none_live.set()
+
+    async def wait_until_none_live(self) -> None:
+        while self.num_live:
+            await self._none_live.wait()
+
     def operation_ended(self, sequence: int) -> None:
+        self.operation_gone()
         self.ended.add(sequence)
         while self.ended_through + 1 in self.ended:
             self.ended_through += 1

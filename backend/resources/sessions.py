@@ -19,7 +19,7 @@ from backend.operations.sequencer import Sequencer
 from backend.operations.session import Session
 from backend.resources.resource import Resource, resource_id
 from backend.resources.resources import Resources
-from backend.trainer.base import LoraConfig
+from backend.trainer.base import LoraConfig, Trainer
 from backend.trainer.checks import check_lora
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
@@ -114,27 +114,22 @@ class Sessions:
         return (await asyncio.shield(creation.task)).message()
 
     def running(self, session_id: str) -> Session | None:
-        return self._running.get(session_id)
-
-    async def find(self, session_id: str) -> Session:
-        """A session that runs or was stopped by this server; it was heard of now.
-
-        Raises:
-            PostTrainingError: SESSION_NOT_FOUND; SESSION_LOST for one of an earlier server.
-        """
+        """A session that runs, or is being stopped. It was heard of now."""
         session = self._running.get(session_id)
-        if session is None:
-            raise await self._why_not(session_id)
-        session.heard_of(self._monotonic(), self._clock())
+        if session is not None:
+            session.heard_of(self._monotonic(), self._clock())
         return session
 
-    async def heartbeat(self, session_id: str) -> None:
-        """Raises as `find`, and SESSION_STOPPED."""
-        session = await self.find(session_id)
-        if not session.is_running:
-            raise fail(
-                Reason.SESSION_STOPPED, f"Session {session_id!r} was stopped.", session=session_id
-            )
+    async def find(self, session_id: str) -> Session:
+        """A session that takes operations.
+
+        Raises:
+            PostTrainingError: SESSION_NOT_FOUND, SESSION_STOPPED, or SESSION_LOST for one of an earlier server.
+        """
+        session = self.running(session_id)
+        if session is None or not session.is_running:
+            raise await self._why_not(session_id)
+        return session
 
     def resource_of(self, session: Session) -> Resource:
         resource = self._resources.ready(session.shown.base_model)
@@ -143,14 +138,8 @@ class Sessions:
 
     async def get(self, session_id: str) -> pb.Session:
         """Also of earlier servers. Raises SESSION_NOT_FOUND."""
-        session = self._running.get(session_id)
-        if session is not None:
-            session.heard_of(self._monotonic(), self._clock())
-            return session.message()
-        entry = await self._journal.get_session(session_id)
-        if entry is None:
-            raise _not_found(session_id)
-        return entry.session
+        session = self.running(session_id)
+        return (await self._entry(session_id)).session if session is None else session.message()
 
     async def list(self) -> list[pb.Session]:
         """Newest first."""
@@ -163,13 +152,13 @@ class Sessions:
 
     async def stop(self, session_id: str) -> pb.Session:
         """Stops it once; what runs ends first, what has not started is cancelled."""
-        session = await self.find(session_id)
+        session = self._running.get(session_id)
+        if session is None:
+            return (await self._entry(session_id)).session
         if session.is_running:
             session.is_running = False
+            await self._put(session)
             self._spawn(self._stop(session))
-            await self._journal.put_session(
-                SessionEntry(session=session.message(), digest=self._digests[session_id])
-            )
             log.info("session %s stopped", session_id)
         return session.message()
 
@@ -196,9 +185,9 @@ class Sessions:
         if session_id in self._creating:
             return None
         entry = await self._journal.get_session(session_id)
-        if entry is None or session_id in self._creating:
+        if entry is None or session_id in self._creating or session_id in self._running:
             return None
-        raise _exists(session_id) if entry.digest != digest else _lost(session_id)
+        raise _exists(session_id) if entry.digest != digest else _ended(entry.session)
 
     async def _create(self, session_id: str, new: NewSession, digest: bytes) -> Session:
         try:
@@ -207,9 +196,9 @@ class Sessions:
             resource = await self._resources.get(base_model)
             lora = _lora(new.lora) if loaded is None else loaded.manifest.lora
             check_lora(lora, resource.model)
-            await self._create_in_trainer(resource, session_id, lora, loaded)
+            await resource.thread.call(_create, resource.trainer, session_id, lora, loaded)
             session = self._new(session_id, new, resource, lora, loaded)
-            await self._journal.put_session(SessionEntry(session=session.message(), digest=digest))
+            await self._keep(resource, session, digest)
         finally:
             del self._creating[session_id]
         self._running[session_id] = session
@@ -228,24 +217,12 @@ class Sessions:
             check_base_model(loaded, new.base_model)
         return loaded
 
-    async def _create_in_trainer(
-        self,
-        resource: Resource,
-        session_id: str,
-        lora: LoraConfig,
-        loaded: LoadedCheckpoint | None,
-    ) -> None:
-        def create() -> None:
-            resource.trainer.create_session(session_id, lora)
-            if loaded is None:
-                return
-            try:
-                resource.trainer.load(session_id, loaded.adapter, loaded.optimizer)
-            except BaseException:
-                resource.trainer.delete_session(session_id)
-                raise
-
-        await resource.thread.call(create)
+    async def _keep(self, resource: Resource, session: Session, digest: bytes) -> None:
+        try:
+            await self._journal.put_session(SessionEntry(session=session.message(), digest=digest))
+        except BaseException:
+            await resource.thread.call(resource.trainer.delete_session, session.id)
+            raise
 
     def _new(
         self,
@@ -284,17 +261,43 @@ class Sessions:
         await resource.thread.call(resource.trainer.delete_session, session.id)
         resource.num_sessions -= 1
         await self._journal.forget_requests(session.id)
+        await self._put(session)
+        del self._running[session.id], self._digests[session.id]
 
-    async def _why_not(self, session_id: str) -> PostTrainingError:
+    async def _put(self, session: Session) -> None:
+        entry = SessionEntry(session=session.message(), digest=self._digests[session.id])
+        await self._journal.put_session(entry)
+
+    async def _entry(self, session_id: str) -> SessionEntry:
         entry = await self._journal.get_session(session_id)
         if entry is None:
-            return _not_found(session_id)
-        return _lost(session_id)
+            raise _not_found(session_id)
+        return entry
+
+    async def _why_not(self, session_id: str) -> PostTrainingError:
+        session = self._running.get(session_id)
+        if session is not None:
+            return _ended(session.message())
+        return _ended((await self._entry(session_id)).session)
 
     def _spawn(self, work) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _create(
+    trainer: Trainer, session_id: str, lora: LoraConfig, loaded: LoadedCheckpoint | None
+) -> None:
+    """On the trainer's thread; leaves nothing behind when it fails."""
+    trainer.create_session(session_id, lora)
+    if loaded is None:
+        return
+    try:
+        trainer.load(session_id, loaded.adapter, loaded.optimizer)
+    except BaseException:
+        trainer.delete_session(session_id)
+        raise
 
 
 def lora_message(lora: LoraConfig) -> pb.LoraConfig:
@@ -338,7 +341,14 @@ def _not_found(session_id: str) -> PostTrainingError:
     )
 
 
-def _lost(session_id: str) -> PostTrainingError:
+def _ended(session: pb.Session) -> PostTrainingError:
+    session_id = session.id
+    if session.state == pb.SESSION_STATE_STOPPED:
+        return fail(
+            Reason.SESSION_STOPPED,
+            f"Session {session_id!r} was stopped. Make a new one, from a checkpoint if you saved one.",
+            session=session_id,
+        )
     return fail(
         Reason.SESSION_LOST,
         f"Session {session_id!r} ended when the server restarted. Its checkpoints and the results of its operations "

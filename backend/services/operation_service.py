@@ -8,13 +8,15 @@ from backend.operations.intake import Intake
 from backend.operations.registry import OperationRegistry
 from backend.resources.sessions import Sessions
 from backend.services.fields import invalid, optional, page
-from together_post_training.errors import Reason, fail
+from backend.services.status import shorten
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import MAX_SEQUENCE, parse_operation_name
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import operations_pb2_grpc, sessions_pb2
 
 Context = grpc.aio.ServicerContext
 MAX_WAIT_S = 60.0
+_MAX_CAUSE_BYTES = 500
 
 
 class OperationService(operations_pb2_grpc.OperationServiceServicer):
@@ -40,8 +42,7 @@ class OperationService(operations_pb2_grpc.OperationServiceServicer):
             # It has ended, or will never be submitted.
             return await self._registry.get(key)
         operation = await self._registry.wait(key, timeout_s)
-        # Whoever still waits is alive.
-        await self._sessions.get(key[0])
+        self._sessions.running(key[0])  # Whoever waited is alive.
         return operation
 
     async def ListOperations(self, request: pb.ListOperationsRequest, context: Context):
@@ -70,6 +71,12 @@ class OperationService(operations_pb2_grpc.OperationServiceServicer):
         if operation is not None:
             await executor.cancel(operation, error)
         return await self._registry.get((session_id, sequence))
+
+
+def _cancelled(cause: str) -> PostTrainingError:
+    cause = shorten(cause, _MAX_CAUSE_BYTES)
+    message = f"Cancelled by the caller: {cause}" if cause else "Cancelled by the caller."
+    return fail(Reason.CANCELLED, message, cause=cause or "none given")
 
 
 def _before(page_token: str) -> int:

@@ -68,7 +68,8 @@ class Health:
     """grpc.health.v1: of the server ("") and of each service; not serving until told."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
-        self._servicer = health.aio.HealthServicer()
+        # `health.aio` is set where the module is loaded.
+        self._servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_serving(self, is_serving: bool) -> None:

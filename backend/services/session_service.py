@@ -35,7 +35,7 @@ class SessionService(sessions_pb2_grpc.SessionServiceServicer):
         return pb.ListSessionsResponse(sessions=shown, next_page_token=token)
 
     async def HeartbeatSession(self, request: pb.HeartbeatSessionRequest, context: Context):
-        await self._sessions.heartbeat(request.id)
+        await self._sessions.find(request.id)
         return pb.HeartbeatSessionResponse()
 
     async def StopSession(self, request: pb.StopSessionRequest, context: Context):

@@ -49,7 +49,7 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
@@ -101,4 +101,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
             f"The server failed ({type(error).__name__}); its log has the details under {method}.",
             method=method,
         )
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    # The stubs know the method only of the synchronous context.
+    await context.abort_with_status(  # pyright: ignore[reportAttributeAccessIssue]
+        rpc_status.to_status(to_status(error))
+    )

@@ -56,9 +56,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def _submit(
         self, kind: pb.OperationKind, request: R, decode: Callable[[R, Limits], Work]
     ) -> pb.Operation:
-        session = await self._sessions.find(request.session)  # pyright: ignore[reportAttributeAccessIssue]
+        session = self._sessions.running(request.session)  # pyright: ignore[reportAttributeAccessIssue]
+        if session is None:
+            return await self._recall(request)
         resource = self._sessions.resource_of(session)
         limits = resource.model.limits
         return await self._intake.submit(
             session, resource.executor, kind, request, lambda: decode(request, limits)
         )
+
+    async def _recall(self, request: Message) -> pb.Operation:
+        """A retry gets its answer also after the session has ended."""
+        operation = await self._intake.recall(request)
+        if operation is None:
+            await self._sessions.find(request.session)  # pyright: ignore[reportAttributeAccessIssue]
+            raise AssertionError("a session that is not in memory takes no operations")
+        return operation
