@@ -12,7 +12,7 @@ import numpy as np
 from together_post_training.errors import Reason, fail
 from together_post_training.v1 import data_pb2 as pb
 
-_DTYPES: dict[int, np.dtype] = {
+_DTYPES: dict[pb.DType, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
@@ -27,10 +27,20 @@ def encode(array: np.ndarray) -> pb.Tensor:
     Raises:
         TypeError: for another dtype.
     """
+    tensor = pb.Tensor()
+    encode_into(tensor, array)
+    return tensor
+
+
+def encode_into(tensor: pb.Tensor, array: np.ndarray) -> None:
+    """`encode` into an empty message that is part of a larger one already, which saves copying it there."""
     code = _CODES.get(array.dtype)
     if code is None:
         raise TypeError(f"cannot send dtype {array.dtype}; use float32, int64 or int32")
-    return pb.Tensor(dtype=code, shape=pb.Shape(dims=array.shape), raw=array.tobytes())
+    tensor.dtype = code
+    tensor.shape.dims.extend(array.shape)
+    tensor.shape.SetInParent()
+    tensor.raw = array.tobytes()
 
 
 def encode_csr(
@@ -73,7 +83,7 @@ def _flat(tensor: pb.Tensor, what: str) -> np.ndarray:
         return np.asarray(tensor.floats.values, dtype="<f4")
     if form == "ints":
         _check_form(tensor, pb.DTYPE_INT64, what, also=pb.DTYPE_INT32)
-        return np.asarray(tensor.ints.values, dtype=_DTYPES[tensor.dtype or pb.DTYPE_INT64])
+        return _from_ints(tensor, what)
     raise fail(
         Reason.INVALID_ARGUMENT,
         f"{what} has no data: set one of raw, floats, ints.",
@@ -86,7 +96,8 @@ def _from_raw(tensor: pb.Tensor, what: str) -> np.ndarray:
     if dtype is None:
         raise fail(
             Reason.WRONG_DTYPE,
-            f"{what}: raw data needs a dtype (DTYPE_FLOAT32, DTYPE_INT64 or DTYPE_INT32), got {tensor.dtype}.",
+            f"{what}: raw data needs a dtype (DTYPE_FLOAT32, DTYPE_INT64 or DTYPE_INT32), got "
+            f"{_dtype_name(tensor)}.",
             what=what,
         )
     if len(tensor.raw) % dtype.itemsize:
@@ -98,14 +109,31 @@ def _from_raw(tensor: pb.Tensor, what: str) -> np.ndarray:
     return np.frombuffer(tensor.raw, dtype=dtype)
 
 
+def _from_ints(tensor: pb.Tensor, what: str) -> np.ndarray:
+    values = np.asarray(tensor.ints.values, dtype="<i8")
+    dtype = _DTYPES[tensor.dtype or pb.DTYPE_INT64]
+    narrow = values.astype(dtype)
+    if not np.array_equal(narrow, values):
+        bad = int(values[narrow != values][0])
+        raise fail(Reason.INVALID_ARGUMENT, f"{what}: {bad} is no {dtype.name}.", what=what)
+    return narrow
+
+
 def _check_form(tensor: pb.Tensor, expected: int, what: str, also: int | None = None) -> None:
     if tensor.dtype in (pb.DTYPE_UNSPECIFIED, expected, also):
         return
     raise fail(
         Reason.WRONG_DTYPE,
-        f"{what}: dtype {pb.DType.Name(tensor.dtype)} does not fit the form of the data.",
+        f"{what}: dtype {_dtype_name(tensor)} does not fit the form of the data: floats are DTYPE_FLOAT32, ints are "
+        "DTYPE_INT64 or DTYPE_INT32.",
         what=what,
     )
+
+
+def _dtype_name(tensor: pb.Tensor) -> str:
+    """Its number where it has no name: a newer client may know dtypes that this one does not."""
+    known = pb.DType.DESCRIPTOR.values_by_number.get(tensor.dtype)
+    return known.name if known else str(tensor.dtype)
 
 
 def _densify(tensor: pb.Tensor, values: np.ndarray, what: str) -> np.ndarray:

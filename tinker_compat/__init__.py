@@ -1,0 +1,61 @@
+"""Tinker's names over the native client.
+
+    -import tinker
+    +import together.post_training.tinker as tinker
+
+Clients and futures are ours. Types, exceptions and everything else are the genuine objects of the `tinker` package,
+so that `isinstance(x, tinker.Datum)` and `except tinker.BadRequestError` hold in libraries that import it themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import tinker as _tinker
+from tinker import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary]
+
+from tinker_compat import aliases as _aliases
+from tinker_compat.sampling_client import BackcompatSamplingClientFuture, SamplingClient
+from tinker_compat.service_client import ServiceClient
+from tinker_compat.training_client import BackcompatTrainingClientFuture, TrainingClient
+from tinker_compat.unsupported import AdminClient, LossHandle, RestClient
+
+__all__ = _tinker.__all__ + [  # noqa: RUF005 - the one form that linters and type checkers read
+    "AdminClient",
+    "BackcompatSamplingClientFuture",
+    "BackcompatTrainingClientFuture",
+    "LossHandle",
+    "RestClient",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+]
+
+_aliases.install(
+    {
+        client.__name__: client
+        for client in (
+            AdminClient,
+            BackcompatSamplingClientFuture,
+            BackcompatTrainingClientFuture,
+            LossHandle,
+            RestClient,
+            SamplingClient,
+            ServiceClient,
+            TrainingClient,
+        )
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """What tinker has without exporting it: submodules and a few classes."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in (f"{__name__}.{name}", f"tinker.{name}"):
+            raise
+    return getattr(_tinker, name)

@@ -1,0 +1,113 @@
+"""What the clients of one ServiceClient share."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from tinker_compat.futures import OperationFuture, completed, start
+from together_post_training.client.channel import Connection
+from together_post_training.client.embedded import EmbeddedServer
+from together_post_training.client.session import TrainingSession
+from together_post_training.errors import ConnectionLostError, PostTrainingError
+
+T = TypeVar("T")
+
+
+# How long a script's end waits for operations that nobody waited for: a server elsewhere finishes what it has been
+# sent, our own ends with us.
+_EXIT_WAIT_S = 10.0
+_EXIT_SILENCE_S = 1.0
+
+
+class Holder:
+    """The connection, this client's session id and whether it was closed.
+
+    Tinker's SDK has an object of this kind, and scripts reach for its session id and `close`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._session_id = str(uuid.uuid4())
+        self._training_client_ids = itertools.count()
+        self._is_closed = False
+        self._sessions: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
+        self._operations: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._owner = os.getpid()
+        self._at_exit = functools.partial(_finish_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def get_session_id(self) -> str:
+        return self._session_id
+
+    def new_training_id(self) -> str:
+        """What Tinker calls a model id: <session>:train:<n>."""
+        return f"{self._session_id}:train:{next(self._training_client_ids)}"
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("ServiceClient is closed")
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> OperationFuture[T]:
+        """Runs it on the background loop, unless the client is closed."""
+        if self._is_closed:
+            coroutine.close()
+        self.check_open()
+        return start(coroutine)
+
+    def start_operation(
+        self, coroutine: Coroutine[Any, Any, T], on_failure: Callable[[], None]
+    ) -> OperationFuture[T]:
+        """The same for an operation that was numbered, so that `close` can wait for it."""
+        future = start(coroutine, on_failure)
+        self._operations.add(future)
+        return future
+
+    def add_session(self, session: TrainingSession) -> None:
+        self._sessions.add(session)
+
+    def close(self, *, finish: bool = True) -> OperationFuture[None]:
+        """Ends the training sessions on the server, after their operations if `finish`, and the connection."""
+        atexit.unregister(self._at_exit)
+        was_closed, self._is_closed = self._is_closed, True
+        return completed(None) if was_closed else start(self._close(finish))
+
+    async def _close(self, finish: bool) -> None:
+        if finish:
+            running = [asyncio.wrap_future(future) for future in list(self._operations)]
+            await asyncio.gather(*running, return_exceptions=True)
+        for session in list(self._sessions):
+            with contextlib.suppress(PostTrainingError, ConnectionLostError):
+                await session.stop()
+        await self.connection.close()
+
+    def finish_at_exit(self) -> None:
+        """Waits for operations that were dropped, as in a script whose last line saves."""
+        running = [future for future in list(self._operations) if not future.done()]
+        if not running or os.getpid() != self._owner or hasattr(sys, "last_type"):
+            return
+        _, running = wait(running, timeout=_EXIT_SILENCE_S)
+        if running:
+            is_ours = isinstance(self.connection.server, EmbeddedServer)
+            print(
+                f"together-post-training: finishing {len(running)} operations that nobody waited for; "
+                "Ctrl-C drops them",
+                file=sys.stderr,
+            )
+            wait(running, timeout=None if is_ours else _EXIT_WAIT_S)
+
+
+def _finish_at_exit(holder: weakref.ref[Holder]) -> None:
+    alive = holder()
+    if alive is not None:
+        alive.finish_at_exit()

@@ -1,0 +1,247 @@
+"""SamplingClient: samples from, and scores with, weights that never change under it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from tinker import types
+
+from tinker_compat.client_future import ClientFuture
+from tinker_compat.errors import refuse
+from tinker_compat.futures import OperationFuture
+from tinker_compat.holder import Holder
+from tinker_compat.sample_conversion import (
+    as_list,
+    check_topk_sample_logprobs,
+    logprobs_request,
+    prompt_logprobs_from,
+    sample_request,
+    sample_response,
+)
+from tinker_compat.tokenizer import get_tokenizer
+from together_post_training.client.address import parse_address, resolve_key
+from together_post_training.client.channel import Connection, FixedServer
+from together_post_training.client.retry import policy_from
+from together_post_training.client.sampler import Sampler, open_base_model, open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerCore:
+    holder: Holder
+    sampler: Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerState:
+    """A sampling client on its way to another process."""
+
+    address: str
+    key: str | None
+    headers: tuple[tuple[str, str], ...]
+    snapshot: str
+    base_model: str
+
+
+class SamplingClient:
+    """Any number of calls may run at once, from any thread or loop. Can be pickled to other processes."""
+
+    def __init__(self, holder: Holder, sampler: Sampler) -> None:
+        self._core = SamplerCore(holder, sampler)
+
+    async def _ready(self) -> None:
+        """For the twins: a client that is still a future waits here."""
+
+    @property
+    def holder(self) -> Holder:
+        return self._core.holder
+
+    @property
+    def _sampling_session_id(self) -> str:
+        return self._core.sampler.snapshot
+
+    def sample(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> OperationFuture[types.SampleResponse]:
+        """Samples; cancelling the future stops it on the server.
+
+        The token or tokens that complete a stop are the last of `tokens`. With a seed, sample i uses seed + i.
+
+        Raises:
+            ValueError: for arguments of the wrong kind or in the wrong order.
+            BadRequestError: for target_prompt_logprobs and prompt_alt_tokens_k, which are not supported.
+        """
+        if target_prompt_logprobs is not None:
+            refuse("target_prompt_logprobs is not supported; use topk_prompt_logprobs.")
+        if prompt_alt_tokens_k:
+            refuse(f"prompt_alt_tokens_k={prompt_alt_tokens_k} is not supported; use 0.")
+        check_topk_sample_logprobs(topk_sample_logprobs)
+        _check_last_n(prompt_logprobs_last_n, include_prompt_logprobs)
+        request = sample_request(prompt, num_samples, sampling_params)
+        request.prompt_logprobs = include_prompt_logprobs
+        request.topk_prompt_logprobs = topk_prompt_logprobs
+        request.topk_sample_logprobs = topk_sample_logprobs
+        sampler = self._core.sampler
+
+        async def run() -> types.SampleResponse:
+            return sample_response(await sampler.sample(request), prompt_logprobs_last_n)
+
+        return self._core.holder.start(run())
+
+    async def sample_async(
+        self,
+        prompt: types.ModelInput,
+        num_samples: int,
+        sampling_params: types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: types.TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> types.SampleResponse:
+        """`sample`, awaited."""
+        await self._ready()
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+
+    def compute_logprobs(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> OperationFuture[list[float | None]]:
+        """log p(token | the ones before it) for each token of the prompt; None for the first."""
+        _check_last_n(prompt_logprobs_last_n, include_prompt_logprobs=True)
+        request = logprobs_request(prompt)
+        sampler = self._core.sampler
+
+        async def run() -> list[float | None]:
+            response = await sampler.compute_logprobs(request)
+            return as_list(prompt_logprobs_from(response.logprobs, prompt_logprobs_last_n))
+
+        return self._core.holder.start(run())
+
+    async def compute_logprobs_async(
+        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        """`compute_logprobs`, awaited."""
+        await self._ready()
+        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+
+    def get_tokenizer(self) -> Any:
+        """The base model's, as a transformers tokenizer."""
+        return get_tokenizer(self._core.holder, self._core.sampler.base_model)
+
+    def get_base_model(self) -> str:
+        """Known since the client was made: asks nobody."""
+        return self._core.sampler.base_model
+
+    async def get_base_model_async(self) -> str:
+        await self._ready()
+        return self.get_base_model()
+
+    def get_telemetry(self) -> None:
+        """Nothing is collected."""
+
+    def get_sampler_handle(self) -> str:
+        refuse("get_sampler_handle is not supported; pickle the client instead.")
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        refuse("from_sampler_handle is not supported; pickle the client instead.")
+
+    def __reduce__(self) -> tuple[Any, tuple[SamplerState]]:
+        sampler = self._core.sampler
+        connection = sampler.connection
+        state = SamplerState(
+            address=str(connection.address),
+            key=connection.key,
+            headers=tuple(connection.headers.items()),
+            snapshot=sampler.snapshot,
+            base_model=sampler.base_model,
+        )
+        return _rebuild, (state,)
+
+
+class BackcompatSamplingClientFuture(ClientFuture[SamplingClient], SamplingClient):
+    """A SamplingClient in the making, usable as one."""
+
+
+async def open_sampler(
+    holder: Holder, model_path: str | None, base_model: str | None
+) -> SamplingClient:
+    """From a checkpoint, else from a base model. With both, the latter only gives the model's name."""
+    if model_path is None:
+        assert base_model is not None
+        return SamplingClient(holder, await open_base_model(holder.connection, base_model))
+    if not model_path.startswith("tinker://"):
+        raise ValueError("model_path must start with 'tinker://'")
+    sampler = await open_checkpoint(holder.connection, model_path)
+    if base_model is not None:
+        sampler = Sampler(sampler.connection, sampler.snapshot, base_model)
+    return SamplingClient(holder, sampler)
+
+
+def check_sampler_options(retry_config: Any, record_stability_info: bool) -> None:
+    """Warns of what has no effect here."""
+    if retry_config is not None:
+        warnings.warn(
+            "retry_config is ignored: calls are retried by the client's own policy, for up to 5 minutes while the "
+            "server is away.",
+            stacklevel=3,
+        )
+    if record_stability_info:
+        warnings.warn(
+            "record_stability_info is ignored: it only serves the loss 'stable_reinforce', which this service does "
+            "not have. Sampling is not affected.",
+            stacklevel=3,
+        )
+
+
+def _check_last_n(last_n: int | None, include_prompt_logprobs: bool) -> None:
+    if last_n is None:
+        return
+    if last_n < 1:
+        raise ValueError(f"prompt_logprobs_last_n must be 1 or greater, got {last_n}")
+    if not include_prompt_logprobs:
+        raise ValueError(
+            "prompt_logprobs_last_n applies to prompt logprobs; set include_prompt_logprobs"
+        )
+
+
+def _rebuild(state: SamplerState) -> SamplingClient:
+    holder = _holder_for(os.getpid(), state.address, state.key, state.headers)
+    return SamplingClient(holder, Sampler(holder.connection, state.snapshot, state.base_model))
+
+
+@functools.cache
+def _holder_for(
+    _pid: int, address: str, key: str | None, headers: tuple[tuple[str, str], ...]
+) -> Holder:
+    """One connection per process and server for all clients that were unpickled."""
+    connection = Connection(
+        FixedServer(parse_address(address, what="address")),
+        key=resolve_key(key, {}),
+        headers=dict(headers),
+        policy=policy_from(os.environ),
+    )
+    return Holder(connection)

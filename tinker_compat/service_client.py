@@ -1,0 +1,346 @@
+"""ServiceClient: where every script starts."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import tinker
+from tinker import types
+
+from tinker_compat.errors import refuse
+from tinker_compat.futures import OperationFuture
+from tinker_compat.holder import Holder
+from tinker_compat.run import Run
+from tinker_compat.sampling_client import (
+    BackcompatSamplingClientFuture,
+    SamplingClient,
+    check_sampler_options,
+    open_sampler,
+)
+from tinker_compat.training_client import (
+    BackcompatTrainingClientFuture,
+    TrainingClient,
+    check_access_token,
+)
+from together_post_training.client.address import resolve_address, resolve_key
+from together_post_training.client.channel import Connection, FixedServer
+from together_post_training.client.embedded import embedded_server
+from together_post_training.client.retry import policy_from
+from together_post_training.client.session import create_session
+from together_post_training.v1 import catalog_pb2, sessions_pb2
+
+# Tinker's sessions scale their adapters by this over the rank.
+LORA_ALPHA = 32.0
+
+
+class ServiceClient:
+    """A server and one's standing there. Making one calls nobody: the first call connects.
+
+    Args:
+        user_metadata: attached to every training run made here.
+        base_url: grpc://host:port, grpcs://host:port or host:port. Default: TOGETHER_POST_TRAINING_ADDRESS, then
+            TINKER_BASE_URL or TOGETHER_BASE_URL where they hold such an address, then a server that is started in
+            a child process for as long as this process lives.
+        api_key: default TINKER_API_KEY or TOGETHER_API_KEY. Any key will do where the server asks for none.
+        display_name: for listings.
+        default_headers_overrides: sent as metadata with every call.
+        **kwargs: ignored with a warning.
+
+    Raises:
+        ValueError: for an address that is none of these.
+        TinkerError: for a key that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _warn_of_ignored(project_id, kwargs)
+        self._user_metadata = dict(user_metadata or {})
+        self._display_name = display_name
+        address = resolve_address(base_url, os.environ)
+        try:
+            key = resolve_key(api_key, os.environ)
+        except (TypeError, ValueError) as error:
+            raise tinker.TinkerError(str(error)) from error
+        self.holder = Holder(
+            Connection(
+                embedded_server() if address is None else FixedServer(address),
+                key=key,
+                headers=default_headers_overrides,
+                policy=policy_from(os.environ),
+            )
+        )
+
+    def __enter__(self) -> Self:
+        self.holder.check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            status = "success"
+        else:
+            status = "errored" if issubclass(exc_type, Exception) else "interrupted"
+        self.close(status).result()
+
+    def close(
+        self, status: Literal["success", "errored", "interrupted"], detail: str | None = None
+    ) -> OperationFuture[None]:
+        """Ends this client's training runs on the server; their checkpoints stay.
+
+        With "success" their submitted operations are waited for, otherwise those not started are dropped.
+        """
+        return self.holder.close(finish=status == "success")
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> BackcompatTrainingClientFuture:
+        """A new adapter on a base model.
+
+        Raises:
+            AssertionError: when nothing is to be trained.
+        """
+        assert any([train_mlp, train_attn, train_unembed]), (
+            "At least one of train_mlp, train_attn, or train_unembed must be True"
+        )
+        _check_optimizer(optimizer)
+        lora = sessions_pb2.LoraConfig(
+            rank=rank,
+            alpha=LORA_ALPHA,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        request = sessions_pb2.CreateSessionRequest(base_model=base_model, lora=lora)
+        return self._create_training_client(request, user_metadata)
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClient:
+        return await self.create_lora_training_client(
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | dict[str, str] | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+    ) -> BackcompatTrainingClientFuture:
+        """A new run from a checkpoint's weights and LoRA configuration, with a fresh optimiser."""
+        _check_optimizer(optimizer)
+        return self._resume(path, base_model, user_metadata, weights_access_token, False)
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | dict[str, str] | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | dict[str, str] | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> BackcompatTrainingClientFuture:
+        """A new run that goes on exactly where the checkpoint was saved."""
+        return self._resume(path, base_model, user_metadata, weights_access_token, True)
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | dict[str, str] | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self.create_training_client_from_state_with_optimizer(
+            path, base_model, user_metadata, weights_access_token
+        )
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> BackcompatSamplingClientFuture:
+        """A client that samples from a checkpoint or a base model.
+
+        Raises:
+            ValueError: without either.
+        """
+        if model_path is None and base_model is None:
+            raise ValueError("Either model_path or base_model must be provided")
+        check_sampler_options(retry_config, record_stability_info)
+        opened = self.holder.start(open_sampler(self.holder, model_path, base_model))
+        return BackcompatSamplingClientFuture(opened)
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        return await self.create_sampling_client(
+            model_path, base_model, retry_config, record_stability_info
+        )
+
+    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
+        """The models that the server serves; waits for the answer."""
+        return self.holder.start(_capabilities(self.holder.connection)).result()
+
+    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
+        return await self.holder.start(_capabilities(self.holder.connection))
+
+    def get_telemetry(self) -> None:
+        """Nothing is collected."""
+
+    def create_rest_client(self) -> Any:
+        refuse("RestClient is not supported yet: list and delete checkpoints over gRPC instead.")
+
+    def create_custom_loss(self, *args: Any, **kwargs: Any) -> Any:
+        refuse("create_custom_loss is not supported: pass the function to forward_backward_custom.")
+
+    def copy_weights(self, *args: Any, **kwargs: Any) -> Any:
+        refuse("copy_weights is not supported: there are no other accounts to copy from.")
+
+    def get_console_url(self) -> str:
+        refuse("get_console_url is not supported: this service has no console.")
+
+    def _resume(
+        self,
+        path: str,
+        base_model: str | dict[str, str] | None,
+        user_metadata: dict[str, str] | None,
+        weights_access_token: str | None,
+        load_optimizer: bool,
+    ) -> BackcompatTrainingClientFuture:
+        if isinstance(base_model, Mapping):
+            # The second place was user_metadata's once.
+            base_model, user_metadata = None, dict(base_model)
+        check_access_token(weights_access_token)
+        request = sessions_pb2.CreateSessionRequest(
+            resume_from=path, load_optimizer=load_optimizer, base_model=base_model or ""
+        )
+        return self._create_training_client(request, user_metadata)
+
+    def _create_training_client(
+        self, request: sessions_pb2.CreateSessionRequest, user_metadata: dict[str, str] | None
+    ) -> BackcompatTrainingClientFuture:
+        request.id = self.holder.new_training_id()
+        request.user_metadata.update({**self._user_metadata, **(user_metadata or {})})
+        request.display_name = self._display_name or ""
+        return BackcompatTrainingClientFuture(
+            self.holder.start(_create_training_client(self.holder, request))
+        )
+
+
+async def _create_training_client(
+    holder: Holder, request: sessions_pb2.CreateSessionRequest
+) -> TrainingClient:
+    session = await create_session(holder.connection, request)
+    holder.add_session(session)
+    info = await _info(holder.connection, session.info)
+    return TrainingClient(Run(holder, session, info))
+
+
+async def _info(connection: Connection, session: sessions_pb2.Session) -> types.GetInfoResponse:
+    models = await connection.call("catalog.ListModels", catalog_pb2.ListModelsRequest())
+    names = {model.name: model for model in models.models}
+    model = names.get(session.base_model)
+    return types.GetInfoResponse(
+        type="get_info",
+        model_data=types.ModelData(
+            arch=model.architecture if model is not None else None,
+            model_name=session.base_model,
+            tokenizer_id=session.base_model,
+        ),
+        model_id=session.id,
+        is_lora=True,
+        lora_rank=session.lora.rank,
+        model_name=session.base_model,
+    )
+
+
+async def _capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:
+    reply = await connection.call("catalog.ListModels", catalog_pb2.ListModelsRequest())
+    models = [
+        # Older SupportedModels leave out the fields they do not know.
+        types.SupportedModel(
+            model_name=model.name,
+            max_context_length=model.max_context_length,
+            trainable=model.trainable,
+            sampleable=model.sampleable,
+        )
+        for model in reply.models
+    ]
+    return types.GetServerCapabilitiesResponse(supported_models=models)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and type(optimizer).__name__ != "AdamOptimizerConfig":
+        refuse(
+            f"optimizer={type(optimizer).__name__}: sessions train with AdamW; pass AdamOptimizerConfig() or nothing."
+        )
+
+
+def _warn_of_ignored(project_id: str | None, kwargs: Mapping[str, Any]) -> None:
+    if project_id is not None:
+        warnings.warn(
+            f"project_id={project_id!r} is ignored: this service has no projects.", stacklevel=3
+        )
+    if kwargs:
+        warnings.warn(
+            f"ServiceClient ignores arguments it does not know: {', '.join(sorted(kwargs))}.",
+            stacklevel=3,
+        )

@@ -1,0 +1,222 @@
+"""The connection to a server: one gRPC channel, one way to call."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from together_post_training.client.address import Address
+from together_post_training.client.retry import RetryPolicy
+from together_post_training.client.status import Failure, read_failure
+from together_post_training.errors import ConnectionLostError, Reason, fail
+from together_post_training.v1 import (
+    catalog_pb2,
+    catalog_pb2_grpc,
+    generator_pb2_grpc,
+    operations_pb2_grpc,
+    sessions_pb2_grpc,
+    trainer_pb2_grpc,
+)
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed within a minute, also during a call that runs for hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Retries are ours; the channel only has to notice soon that the server is back.
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+class Server(Protocol):
+    """Where a server is."""
+
+    async def locate(self) -> Address:
+        """Its address; starts it first if it is ours to start."""
+        ...
+
+    def check(self) -> None:
+        """Raises ConnectionLostError if it is known that the server will never answer again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedServer:
+    """A server that somebody else runs."""
+
+    address: Address
+
+    async def locate(self) -> Address:
+        return self.address
+
+    def check(self) -> None:
+        pass
+
+
+class Stubs:
+    """The services, over one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.catalog = catalog_pb2_grpc.CatalogServiceStub(channel)
+        self.sessions = sessions_pb2_grpc.SessionServiceStub(channel)
+        self.trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        self.operations = operations_pb2_grpc.OperationServiceStub(channel)
+        self.generator = generator_pb2_grpc.GeneratorServiceStub(channel)
+
+
+class Connection:
+    """Calls a server, trying again where that may help. All coroutines run on the background loop.
+
+    Owned by whoever made it; `close` ends it for good.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        self.server = server
+        self.key = key
+        self.headers = dict(headers or {})
+        self.policy = policy or RetryPolicy()
+        # None until the server has answered.
+        self.address: Address | None = None
+        self._metadata = _metadata(key, self.headers)
+        self._connecting = asyncio.Lock()
+        self._channel: grpc.aio.Channel | None = None
+        self._stubs: Stubs | None = None
+        self._is_closed = False
+
+    async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
+        """Calls e.g. "trainer.Forward" until it is answered.
+
+        Args:
+            timeout_s: for one attempt; then it counts as unanswered and is tried again.
+
+        Raises:
+            PostTrainingError: what the server said.
+            ConnectionLostError: the server could not be reached for as long as the policy allows.
+        """
+        rpc = operator.attrgetter(method)(self._stubs or await self._connect())
+        outage = Outage(self.policy)
+        while True:
+            try:
+                return await rpc(request, metadata=self._metadata, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                failure = read_failure(error)
+            except grpc.aio.UsageError:
+                raise fail(Reason.UNAVAILABLE, "The client is closed.") from None
+            if not failure.is_transient:
+                raise failure.error
+            await self._wait_out(failure, outage)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    async def close(self) -> None:
+        """Cancels what is being called."""
+        self._is_closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _connect(self) -> Stubs:
+        """Opens the channel and waits for a first answer, whatever it is."""
+        async with self._connecting:
+            if self._is_closed:
+                raise fail(Reason.UNAVAILABLE, "The client is closed.")
+            if self._stubs is None:
+                address = await self.server.locate()
+                self._channel = open_channel(address)
+                try:
+                    await self._probe(Stubs(self._channel), address)
+                except BaseException:
+                    await self._channel.close()
+                    raise
+                self.address, self._stubs = address, Stubs(self._channel)
+            return self._stubs
+
+    async def _probe(self, stubs: Stubs, address: Address) -> None:
+        outage = Outage(self.policy)
+        limit_s = self.policy.connect_timeout_s
+        while True:
+            try:
+                await stubs.catalog.GetServerInfo(
+                    catalog_pb2.GetServerInfoRequest(),
+                    metadata=self._metadata,
+                    timeout=limit_s - outage.elapsed_s(),
+                )
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = read_failure(error)
+            if not failure.is_connection:
+                return
+            self.server.check()
+            delay_s = outage.next_delay_s(failure)
+            if outage.elapsed_s() + delay_s >= limit_s:
+                raise ConnectionLostError(
+                    f"Cannot reach {address}: no answer within {limit_s:g} s ({failure.error.message}). "
+                    "Check that the server is running there and that the address is right."
+                )
+            await asyncio.sleep(delay_s)
+
+    async def _wait_out(self, failure: Failure, outage: Outage) -> None:
+        """Sleeps before the next attempt, or raises when there is none."""
+        if failure.is_connection:
+            self.server.check()
+        delay_s = outage.next_delay_s(failure)
+        if outage.elapsed_s() + delay_s <= self.policy.outage_timeout_s:
+            await asyncio.sleep(delay_s)
+        elif failure.is_connection:
+            raise ConnectionLostError(
+                f"Lost the connection to {self.address}: no answer for "
+                f"{outage.elapsed_s():.0f} s ({failure.error.message})."
+            )
+        else:
+            raise failure.error
+
+
+class Outage:
+    """How long, and how often, one call has failed."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._start_s = time.monotonic()
+        self._attempt = 0
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def next_delay_s(self, failure: Failure) -> float:
+        delay_s = self._policy.delay_s(self._attempt, random.random(), told_s=failure.told_s)
+        self._attempt += 1
+        return delay_s
+
+
+def open_channel(address: Address) -> grpc.aio.Channel:
+    """To be called on the loop that will use it."""
+    if address.secure:
+        credentials = grpc.ssl_channel_credentials()
+        return grpc.aio.secure_channel(address.target, credentials, options=_OPTIONS)
+    return grpc.aio.insecure_channel(address.target, options=_OPTIONS)
+
+
+def _metadata(key: str | None, headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    given = tuple((name.lower(), value) for name, value in headers.items())
+    return given + ((("authorization", f"Bearer {key}"),) if key else ())

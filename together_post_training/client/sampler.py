@@ -1,0 +1,44 @@
+"""Sampling from, and scoring with, one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from together_post_training.client.channel import Connection
+from together_post_training.v1 import generator_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Answers from the same weights for ever. Needs no order: any number of calls may run at once."""
+
+    connection: Connection
+    snapshot: str
+    base_model: str
+
+    async def sample(self, request: generator_pb2.SampleRequest) -> generator_pb2.SampleResponse:
+        """Cancelling it frees its share of the server."""
+        request.snapshot = self.snapshot
+        return await self.connection.call("generator.Sample", request)
+
+    async def compute_logprobs(
+        self, request: generator_pb2.ComputeLogprobsRequest
+    ) -> generator_pb2.ComputeLogprobsResponse:
+        request.snapshot = self.snapshot
+        return await self.connection.call("generator.ComputeLogprobs", request)
+
+
+async def open_base_model(connection: Connection, base_model: str) -> Sampler:
+    """A sampler of untrained weights, which the server may first have to load."""
+    request = generator_pb2.OpenSnapshotRequest(base_model=base_model)
+    return await _open(connection, request)
+
+
+async def open_checkpoint(connection: Connection, path: str) -> Sampler:
+    """A sampler of a saved checkpoint, tinker://..."""
+    return await _open(connection, generator_pb2.OpenSnapshotRequest(path=path))
+
+
+async def _open(connection: Connection, request: generator_pb2.OpenSnapshotRequest) -> Sampler:
+    snapshot = await connection.call("generator.OpenSnapshot", request)
+    return Sampler(connection, snapshot.name, snapshot.base_model)
