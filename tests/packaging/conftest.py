@@ -25,12 +25,24 @@ def environment(tmp_path: Path) -> Environment:
 
 
 @pytest.fixture(scope="session")
-def official_sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of Together's own SDK. Needs a package registry, and fails without one."""
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One with the wheel in it, for tests that only look."""
+    environment = create(tmp_path_factory.mktemp("installed") / "venv")
+    environment.install(str(wheel))
+    return environment
+
+
+@pytest.fixture(scope="session")
+def official_sdk(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The wheels of Together's own SDK and of what its import needs that this environment lacks.
+
+    Needs a package registry, and fails without one.
+    """
     target = tmp_path_factory.mktemp("sdk")
     run(
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(target)),
-        "together==3.1.1",
+        *("together==3.1.1", "detect-agent==0.6.0"),
     )
-    (downloaded,) = target.glob("*.whl")
-    return downloaded
+    wheels = tuple(sorted(str(path) for path in target.glob("*.whl")))
+    assert len(wheels) == 2, wheels
+    return wheels
