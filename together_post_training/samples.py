@@ -209,7 +209,8 @@ def _as_float(index: int, key: str, values: Array) -> Array:
             key=key,
             dtype=values.dtype,
         )
-    floats = values.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # what becomes infinite is refused below
+        floats = values.astype(np.float32, copy=False)
     if not np.isfinite(floats).all():
         where = int(np.flatnonzero(~np.isfinite(floats.ravel()))[0])
         raise fail(
