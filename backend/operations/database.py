@@ -95,6 +95,8 @@ class _Job:
         try:
             self.value = self.function(connection)
         except Exception as error:
+            if not connection.in_transaction:
+                raise  # SQLite has given up the whole commit: the disk is full or broken.
             self.error = as_failure(error)
             connection.execute("ROLLBACK TO job")
         connection.execute("RELEASE job")
