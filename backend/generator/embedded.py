@@ -1,0 +1,135 @@
+"""The embedded generator: samples from snapshots on the trainer's own base weights, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from backend.generator.base import SampleCall, SampleResult
+from backend.generator.batch import Batch
+from backend.generator.engine import Engine
+from backend.generator.kv_cache import KVCache, bytes_per_token, capacity_for
+from backend.generator.lora import SnapshotWeights, snapshot_weights
+from backend.generator.model_runner import ModelRunner
+from backend.generator.self_check import check_equals_transformers
+from backend.generator.sequences import Job
+from backend.generator.stepper import Stepper
+from backend.generator.stopping import Decode
+from backend.trainer.base import Adapter, ModelInfo
+from backend.trainer.base_model import BaseModel
+from together_post_training.errors import Reason, fail
+from together_post_training.samples import check_tokens
+
+
+class EmbeddedGenerator:
+    """See `backend.generator.base.Generator`.
+
+    Args:
+        base: shared with the trainer; nothing is copied.
+        max_running: samples that run at once; more wait their turn.
+        cache_bytes: memory for keys and values; at least a window's.
+        max_prefill_tokens: tokens of prompts read in one step: more are faster to read, and let those that run
+            wait longer.
+
+    Raises:
+        ValueError: `cache_bytes` does not hold one whole window.
+        PostTrainingError: UNIMPLEMENTED for a model that this engine would compute differently than transformers.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        max_running: int = 128,
+        cache_bytes: int = 2 * 2**30,
+        max_prefill_tokens: int = 4096,
+    ) -> None:
+        self._model = base.info
+        runner = ModelRunner(base)
+        check_equals_transformers(base, runner)
+        self._layers = runner.layers
+        self._decode = _decoder(base.tokenizer_dir)
+        self._snapshots: dict[str, SnapshotWeights] = {}
+        self._is_closed = False
+        cache = KVCache(_cache_tokens(base, cache_bytes))
+        self._engine = Engine(
+            Stepper(runner, base.info.limits.vocab_size),
+            Batch(cache, max_running=max_running, max_prefill_tokens=max_prefill_tokens),
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    def add_snapshot(self, snapshot: str, adapter: Adapter) -> None:
+        assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
+        self._snapshots[snapshot] = snapshot_weights(adapter, self._layers)
+
+    def drop_snapshot(self, snapshot: str) -> None:
+        self._weights(snapshot)
+        del self._snapshots[snapshot]
+
+    async def sample(self, call: SampleCall) -> SampleResult:
+        if self._is_closed:
+            raise fail(Reason.UNAVAILABLE, "The generator was closed.")
+        weights = self._weights(call.snapshot)
+        self._check(call)
+        job = Job(call, weights, self._decode)
+        self._engine.submit(job)
+        return await asyncio.wrap_future(job.future)
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.to_thread(self._engine.close)
+            self._snapshots.clear()
+
+    def _weights(self, snapshot: str | None) -> SnapshotWeights | None:
+        if snapshot is None:
+            return None
+        if snapshot not in self._snapshots:
+            raise fail(
+                Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot
+            )
+        return self._snapshots[snapshot]
+
+    def _check(self, call: SampleCall) -> None:
+        """What would fail in the middle of a step, and with it the calls computed in the same one."""
+        limits = self._model.limits
+        check_tokens(call.prompt, limits, what="The prompt")
+        needed = len(call.prompt) + call.max_tokens
+        if needed > limits.max_seq_length:
+            raise fail(
+                Reason.SEQUENCE_TOO_LONG,
+                f"The prompt has {len(call.prompt)} tokens and max_tokens is {call.max_tokens}: together more than "
+                f"the model's window of {limits.max_seq_length}.",
+                num_tokens=len(call.prompt),
+                max_tokens=call.max_tokens,
+                max_seq_length=limits.max_seq_length,
+            )
+
+
+def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
+    per_token = bytes_per_token(base.module.config)
+    window = capacity_for(base.info.limits.max_seq_length)
+    if cache_bytes < window * per_token:
+        raise ValueError(
+            f"cache_bytes={cache_bytes} holds {cache_bytes // per_token} tokens of this model: "
+            f"give at least {window * per_token}, for one window"
+        )
+    return cache_bytes // per_token
+
+
+def _decoder(tokenizer_dir: Path | None) -> Decode | None:
+    """None without a tokenizer: then there are no stop strings."""
+    if tokenizer_dir is None:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return lambda tokens: backend.decode(list(tokens), skip_special_tokens=False)
+    return lambda tokens: tokenizer.decode(
+        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )

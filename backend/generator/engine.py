@@ -1,0 +1,118 @@
+"""The engine: continuous batching, one token of every running sample per step.
+
+One thread owns everything that computes. Calls come in through a queue; between two steps all that arrived are read
+together, those that were cancelled leave, and those that are done are answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from backend.generator.batch import Batch
+from backend.generator.sequences import Job, Prefill, Sample
+from backend.generator.stepper import Drawn, Stepper
+from together_post_training.errors import Reason, fail
+
+Item = TypeVar("Item", Prefill, Sample)
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs the jobs that are submitted, from any thread, in one of its own."""
+
+    def __init__(self, stepper: Stepper, batch: Batch) -> None:
+        self._stepper = stepper
+        self._batch = batch
+        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._inbox.put(job)
+
+    def close(self) -> None:
+        """Ends the thread after the step that is in progress, and fails what is unfinished."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._receive():
+                self._step()
+        closed = fail(Reason.UNAVAILABLE, "The generator was closed.")
+        for job in (*self._batch.jobs, *self._left_behind()):
+            job.fail(closed)
+
+    def _receive(self) -> bool:
+        """Takes in all that has arrived; waits for something if there is nothing to do. False at the end."""
+        while True:
+            try:
+                job = self._inbox.get(block=self._batch.is_idle)
+            except Empty:
+                return True
+            if job is None:
+                return False
+            self._batch.add(job)
+
+    def _left_behind(self) -> list[Job]:
+        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        return [job for job in arrived if job is not None]
+
+    def _step(self) -> None:
+        batch = self._batch
+        batch.forget({job for job in batch.jobs if job.future.cancelled()})
+        if prefills := batch.admit():
+            self._guarded(self._read, prefills, {prefill.job for prefill in prefills})
+        batch.make_room()
+        if batch.running:
+            self._guarded(self._advance, batch.running, batch.running_jobs)
+
+    def _guarded(self, work: Callable[[list[Item]], None], on: list[Item], jobs: set[Job]) -> None:
+        """A failure is that of the jobs that were computed together; others, and the engine, go on."""
+        try:
+            work(on)
+        except Exception as error:
+            self._fail(jobs, error)
+
+    def _read(self, prefills: list[Prefill]) -> None:
+        drawn = self._stepper.read(prefills)
+        for prefill in prefills:
+            self._batch.start(prefill.samples)
+        self._push(drawn)
+        self._answer({prefill.job for prefill in prefills})
+
+    def _advance(self, running: list[Sample]) -> None:
+        jobs = {sample.job for sample in running}
+        self._push(self._stepper.advance(running))
+        self._answer(jobs)
+
+    def _push(self, drawn: Iterable[Drawn]) -> None:
+        for d in drawn:
+            sample = d.sample
+            try:
+                sample.push(d.token, d.logprob, d.topk)
+            except Exception as error:
+                # Matching stop strings is the only thing that is done for each sample apart.
+                self._fail({sample.job}, error)
+                continue
+            if sample.is_finished:
+                self._batch.release(sample)
+                sample.job.num_unfinished -= 1
+
+    def _answer(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if job.is_done and not job.future.done():
+                job.finish()
+
+    def _fail(self, jobs: set[Job], error: Exception) -> None:
+        _log.error("A step of the generator failed", exc_info=error)
+        self._batch.forget(jobs)
+        for job in jobs:
+            job.fail(fail(Reason.INTERNAL, f"The generator failed: {error}"))

@@ -1,0 +1,111 @@
+"""Adapters at inference: each token of a packed batch goes through its own snapshot's, over shared base weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from backend.generator.linear import linear
+from backend.trainer import targets
+from backend.trainer.base import Adapter
+from together_post_training.errors import Reason, fail
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SnapshotWeights:
+    """A snapshot's own copy of an adapter. pairs: by layer's path, A^T (in, rank) and B^T (rank, out)."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Packed tokens start to stop go through this adapter."""
+
+    start: int
+    stop: int
+    weights: SnapshotWeights
+
+
+class Routes:
+    """Which tokens go through which adapter, now; all others are the base model's. Owned by the engine's thread, read
+    by all layers."""
+
+    def __init__(self) -> None:
+        self.spans: Sequence[Span] = ()
+
+
+class RoutedLinear(nn.Module):
+    """y = W x, and for the tokens of each snapshot y += scale B A x."""
+
+    def __init__(self, linear: nn.Linear, path: str, routes: Routes) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self._path = path
+        self._routes = routes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out); all but the last dimension are packed tokens."""
+        x_T = x.reshape(-1, x.shape[-1])
+        y_T = linear(x_T, self.weight, self.bias)
+        if self._routes.spans:
+            self._add(x_T, y_T)
+        return y_T.view(*x.shape[:-1], -1)
+
+    def _add(self, x_T: Tensor, y_T: Tensor) -> None:
+        for span in self._routes.spans:
+            pair = span.weights.pairs.get(self._path)
+            if pair is not None:
+                a_t, b_t = pair
+                low = x_T[span.start : span.stop].mm(a_t)
+                y_T[span.start : span.stop].addmm_(low, b_t, alpha=span.weights.scale)
+
+
+def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) -> None:
+    """Wraps these layers of a module, by path, in place."""
+    for path, layer in layers.items():
+        module.set_submodule(path, RoutedLinear(layer, path, routes))
+
+
+def snapshot_weights(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> SnapshotWeights:
+    """Copies an adapter of any of these layers, by path.
+
+    Raises:
+        PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming a tensor that is missing, unexpected or misshapen.
+    """
+    rank = adapter.lora.rank
+    tensors = dict(adapter.tensors)
+    pairs = {}
+    for path, layer in layers.items():
+        names = targets.tensor_names(path)
+        if not any(name in tensors for name in names):
+            continue
+        shapes = ((rank, layer.in_features), (layer.out_features, rank))
+        a, b = (_take(tensors, name, shape) for name, shape in zip(names, shapes, strict=True))
+        pairs[path] = (a.T, b.T)
+    for name in tensors:
+        raise _incompatible(name, "belongs to no layer of this model that takes an adapter")
+    return SnapshotWeights(pairs=pairs, scale=adapter.lora.scale)
+
+
+def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int]) -> Tensor:
+    array = tensors.pop(name, None)
+    if array is None:
+        raise _incompatible(name, "is missing, though its other half is there")
+    if array.shape != shape:
+        raise _incompatible(name, f"has shape {list(array.shape)}, must have {list(shape)}")
+    return torch.tensor(array, dtype=torch.float32)
+
+
+def _incompatible(name: str, what: str):
+    return fail(
+        Reason.INCOMPATIBLE_CHECKPOINT,
+        f"The adapter does not fit this model: tensor {name!r} {what}.",
+        tensor=name,
+    )

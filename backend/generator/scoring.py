@@ -1,0 +1,50 @@
+"""Log-probabilities of prompts, from hidden states, a few rows of logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from backend.generator import torch_sampling
+from backend.generator.base import Topk
+from backend.generator.sampling import ABSENT_LOGPROB
+
+Array = np.ndarray
+
+# 32 MB of float32 logits at a time.
+_CHUNK_VALUES = 2**23
+
+
+def score_prompt(
+    hidden_TH: Tensor,
+    tokens_T: Tensor,
+    head: Callable[[Tensor], Tensor],
+    *,
+    vocab_size: int,
+    k: int,
+) -> tuple[Array, Topk | None]:
+    """Scores each token of a prompt given those before it.
+
+    Args:
+        hidden_TH: the hidden states of the same tokens.
+        head: makes logits (rows, V) from hidden states (rows, H).
+        k: how many of the likeliest tokens to list; 0 lists none.
+
+    Returns:
+        logprobs float32 (T,), NaN at 0, and the likeliest tokens of each position, none at 0.
+    """
+    logprobs = np.full(len(tokens_T), np.nan, np.float32)
+    token_ids = np.zeros((len(tokens_T), k), np.int32)
+    best = np.full((len(tokens_T), k), ABSENT_LOGPROB, np.float32)
+    step = max(1, _CHUNK_VALUES // vocab_size)
+    for start in range(1, len(tokens_T), step):
+        here = slice(start, min(start + step, len(tokens_T)))
+        logits = head(hidden_TH[start - 1 : here.stop - 1])
+        chosen = logits.gather(1, tokens_T[here, None])[:, 0]
+        logprobs[here] = (chosen - logits.logsumexp(dim=1)).numpy()
+        if k:
+            some = torch_sampling.topk(logits, k)
+            token_ids[here], best[here] = some.token_ids, some.logprobs
+    return logprobs, Topk(token_ids=token_ids, logprobs=best) if k else None

@@ -1,0 +1,142 @@
+"""What the engine works on: calls, and the samples that they ask for."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.generator.base import SampleCall, SampledSequence, SampleResult, Topk
+from backend.generator.kv_cache import Row
+from backend.generator.lora import SnapshotWeights
+from backend.generator.sampling import TokenStream
+from backend.generator.stopping import Decode, StopMatcher
+
+
+class Job:
+    """One call, from when it is accepted until its result is set.
+
+    Owned by the engine's thread once it is submitted; only `future` may be cancelled from anywhere, which makes the
+    engine forget the job.
+
+    number: the order of arrival. waiting: the samples that have no row yet, or lost theirs.
+    """
+
+    def __init__(
+        self, call: SampleCall, weights: SnapshotWeights | None, decode: Decode | None
+    ) -> None:
+        self.number = -1
+        self.call = call
+        self.weights = weights
+        self.future: Future[SampleResult] = Future()
+        self.prompt = torch.tensor(call.prompt, dtype=torch.int64)
+        self.needs_scores = call.prompt_logprobs or call.topk_prompt_logprobs > 0
+        self.scores: tuple[np.ndarray, Topk | None] = (np.empty(0), None)
+        num_samples = call.num_samples if call.max_tokens else 0
+        self.samples = [Sample(self, i, decode) for i in range(num_samples)]
+        self.waiting = deque(self.samples)
+        self.num_unfinished = num_samples
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.num_unfinished or self.needs_scores)
+
+    def next_tokens(self) -> Tensor:
+        """What to read for the first of the waiting samples; the prompt, if it is only scored."""
+        return self.waiting[0].all_tokens() if self.waiting else self.prompt
+
+    def finish(self) -> None:
+        assert self.is_done
+        prompt_logprobs, topk_prompt = self.scores
+        result = SampleResult(
+            sequences=[sample.result() for sample in self.samples],
+            prompt_logprobs=prompt_logprobs if self.call.prompt_logprobs else None,
+            topk_prompt=topk_prompt,
+        )
+        with suppress(InvalidStateError):  # cancelled at this very moment
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class Sample:
+    """One continuation of a job's prompt.
+
+    row: the keys and values of all its tokens but the last; None while it does not run.
+    """
+
+    def __init__(self, job: Job, index: int, decode: Decode | None) -> None:
+        self.job = job
+        self.row: Row | None = None
+        self.tokens: list[int] = []
+        self.is_finished = False
+        self._stream = TokenStream(job.call.seed + index)
+        self._matcher = StopMatcher(job.call.stop, decode)
+        self._logprobs: list[float] = []
+        self._topk: list[Topk] = []
+        self._is_stopped = False
+
+    @property
+    def held_row(self) -> Row:
+        assert self.row is not None
+        return self.row
+
+    @property
+    def num_tokens(self) -> int:
+        """The prompt's and its own."""
+        return len(self.job.prompt) + len(self.tokens)
+
+    @property
+    def num_left(self) -> int:
+        return self.job.call.max_tokens - len(self.tokens)
+
+    def all_tokens(self) -> Tensor:
+        if not self.tokens:
+            return self.job.prompt
+        return torch.cat([self.job.prompt, torch.tensor(self.tokens)])
+
+    def next_uniform(self) -> float:
+        return self._stream.uniform(len(self.tokens))
+
+    def push(self, token: int, logprob: float, topk: Topk | None) -> None:
+        """Takes the next token. topk: one row, if the call asks for it."""
+        self.tokens.append(token)
+        self._logprobs.append(logprob)
+        if topk is not None:
+            self._topk.append(topk)
+        self._is_stopped = self._matcher.push(token)
+        self.is_finished = self._is_stopped or not self.num_left
+
+    def result(self) -> SampledSequence:
+        return SampledSequence(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self._logprobs, np.float32),
+            stop_reason="stop" if self._is_stopped else "length",
+            topk=_stacked(self._topk) if self._topk else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """Tokens to read in one go: a prompt, or all that a sample had when it lost its row.
+
+    samples: those that go on from there; none for a prompt that is only scored.
+    """
+
+    job: Job
+    tokens: Tensor
+    samples: list[Sample] = field(default_factory=list)
+
+
+def _stacked(rows: list[Topk]) -> Topk:
+    return Topk(
+        token_ids=np.concatenate([row.token_ids for row in rows]),
+        logprobs=np.concatenate([row.logprobs for row in rows]),
+    )

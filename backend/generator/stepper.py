@@ -1,0 +1,133 @@
+"""One step of the model: reads prompts, or computes the next token of every running sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.generator import torch_sampling
+from backend.generator.attention import DecodePlan, PrefillPlan
+from backend.generator.base import Topk
+from backend.generator.lora import SnapshotWeights, Span
+from backend.generator.model_runner import ModelRunner
+from backend.generator.sampling import Controls
+from backend.generator.scoring import score_prompt
+from backend.generator.sequences import Prefill, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A sample's next token."""
+
+    sample: Sample
+    token: int
+    logprob: float
+    topk: Topk | None
+
+
+class Stepper:
+    """Owned by the engine's thread. Changes nothing but the cache and the scores of prompts."""
+
+    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+
+    def read(self, prefills: Sequence[Prefill]) -> list[Drawn]:
+        """Reads the tokens of all prefills, stores them in the rows of their samples, scores the prompts that are to
+        be scored, and draws each sample's next token."""
+        # Neighbours with one adapter are computed together.
+        prefills = sorted(prefills, key=lambda p: id(p.job.weights))
+        lengths = [len(p.tokens) for p in prefills]
+        hidden_TH = self._runner.hidden(
+            torch.cat([p.tokens for p in prefills]),
+            torch.cat([torch.arange(n) for n in lengths]),
+            _spans([p.job.weights for p in prefills], lengths),
+            PrefillPlan([(len(p.tokens), [s.held_row for s in p.samples]) for p in prefills]),
+        )
+        samples, last = [], []
+        for prefill, hidden in zip(prefills, hidden_TH.split(lengths), strict=True):
+            self._score(prefill, hidden)
+            samples += prefill.samples
+            last += [hidden[-1]] * len(prefill.samples)
+        return self._draw(samples, torch.stack(last)) if samples else []
+
+    def advance(self, running: Sequence[Sample]) -> list[Drawn]:
+        """Draws the next token of every running sample; the cache holds no other rows than theirs."""
+        running = sorted(running, key=_order)
+        lengths = [sample.num_tokens for sample in running]
+        hidden_BH = self._runner.hidden(
+            torch.tensor([sample.tokens[-1] for sample in running]),
+            torch.tensor(lengths) - 1,
+            _spans([sample.job.weights for sample in running], [1] * len(running)),
+            DecodePlan([sample.held_row for sample in running], lengths),
+        )
+        return self._draw(running, hidden_BH)
+
+    def _score(self, prefill: Prefill, hidden_TH: Tensor) -> None:
+        job = prefill.job
+        if not job.needs_scores or len(prefill.tokens) != len(job.prompt):
+            return
+        job.scores = score_prompt(
+            hidden_TH,
+            prefill.tokens,
+            lambda rows: self._runner.logits(rows, _spans([job.weights], [len(rows)])),
+            vocab_size=self._vocab_size,
+            k=job.call.topk_prompt_logprobs,
+        )
+        job.needs_scores = False
+
+    def _draw(self, samples: Sequence[Sample], hidden_BH: Tensor) -> list[Drawn]:
+        spans = _spans([sample.job.weights for sample in samples], [1] * len(samples))
+        logits_BV = self._runner.logits(hidden_BH, spans)
+        tokens, logprobs = torch_sampling.draw(
+            logits_BV,
+            Controls.of([sample.job.call for sample in samples]),
+            np.array([sample.next_uniform() for sample in samples]),
+        )
+        topk = _likeliest(samples, logits_BV)
+        return [
+            Drawn(sample, token, logprob, topk.get(i))
+            for i, (sample, token, logprob) in enumerate(
+                zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)
+            )
+        ]
+
+
+def _likeliest(samples: Sequence[Sample], logits_BV: Tensor) -> dict[int, Topk]:
+    """By index, for the samples that ask for them."""
+    wanted = {
+        i: k for i, sample in enumerate(samples) if (k := sample.job.call.topk_sample_logprobs)
+    }
+    if not wanted:
+        return {}
+    best = torch_sampling.topk(logits_BV[list(wanted)], max(wanted.values()))
+    return {
+        i: Topk(
+            token_ids=best.token_ids[row : row + 1, :k], logprobs=best.logprobs[row : row + 1, :k]
+        )
+        for row, (i, k) in enumerate(wanted.items())
+    }
+
+
+def _order(sample: Sample) -> tuple[int, int, int]:
+    """Those with one adapter together, and among them the order of the cache, so that nothing has to be moved."""
+    row = sample.held_row
+    return id(sample.job.weights), row.pool.capacity, row.index
+
+
+def _spans(weights: Sequence[SnapshotWeights | None], lengths: Sequence[int]) -> list[Span]:
+    """Neighbours with the same adapter make one span; those without one make none."""
+    spans: list[Span] = []
+    stop = 0
+    for some, length in zip(weights, lengths, strict=True):
+        start, stop = stop, stop + length
+        if some is None:
+            continue
+        if spans and spans[-1].stop == start and spans[-1].weights is some:
+            start = spans.pop().start
+        spans.append(Span(start, stop, some))
+    return spans
