@@ -24,10 +24,13 @@ help: ## List the targets
 
 install: $(STAMP) ## Make .venv and install everything into it (the other targets do this when needed)
 
+demo: export TOGETHER_POST_TRAINING_STORE := $(CURDIR)/demo-output/store
 demo: $(STAMP) ## Train a small language model by SFT, then a tiny one by GRPO; results in demo-output/
 	$(BIN)/python examples/sft.py --output demo-output
 	$(BIN)/python examples/grpo.py --output demo-output
 	@echo; cat demo-output/sft.txt; echo; cat demo-output/grpo.txt
+	@echo; echo "The checkpoints as directories, in PEFT's format:"
+	@sed -n 's,.*tinker://,  $(CURDIR)/demo-output/store/checkpoints/,p' demo-output/sft.txt demo-output/grpo.txt
 
 serve: $(STAMP) ## Start the server (MODEL=builtin:smollm2-135m PORT=50051)
 	$(BIN)/together-post-training serve --model $(MODEL) --port $(PORT)

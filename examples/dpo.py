@@ -57,7 +57,10 @@ def build_datum(tokenizer, question: str, answer: str) -> tinker.Datum:
     weights = [0.0] * len(prompt) + [1.0] * len(completion)
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights[1:]},
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": tinker.TensorData(data=weights[1:], dtype="float32"),
+        },
     )
 
 

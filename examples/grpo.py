@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import together.post_training.tinker as tinker
 
-# What each prompt asks for. The reward of a completion is the share of its tokens that are one of these characters.
+# What each prompt asks for: any of these characters, but none twice in a row.
 TASKS = {
     "digits: ": "0123456789",
     "vowels: ": "aeiouAEIOU",
@@ -25,8 +25,13 @@ TASKS = {
 
 
 def compute_reward(tokenizer, tokens: list[int], wanted: str, max_tokens: int) -> float:
-    characters = set(wanted)
-    return sum(tokenizer.decode([token]) in characters for token in tokens) / max_tokens
+    """The share of max_tokens that are wanted characters and differ from the token before them."""
+    pieces = [tokenizer.decode([token]) for token in tokens]
+    good = [
+        piece in set(wanted) and piece != before
+        for before, piece in zip(["", *pieces[:-1]], pieces, strict=True)
+    ]
+    return sum(good) / max_tokens
 
 
 def build_datum(
@@ -36,15 +41,16 @@ def build_datum(
 
     The prompt was not sampled: its logprobs and advantages are 0, which leaves it out of the loss.
     """
+    assert sequence.logprobs is not None
     tokens = prompt + sequence.tokens
     logprobs = [0.0] * len(prompt) + sequence.logprobs
     advantages = [0.0] * len(prompt) + [advantage] * len(sequence.tokens)
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "logprobs": logprobs[1:],
-            "advantages": advantages[1:],
+            "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64"),
+            "logprobs": tinker.TensorData(data=logprobs[1:], dtype="float32"),
+            "advantages": tinker.TensorData(data=advantages[1:], dtype="float32"),
         },
     )
 

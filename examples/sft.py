@@ -74,7 +74,10 @@ def build_datum(tokenizer, question: str, fact: str) -> tinker.Datum:
     weights = [0.0] * len(prompt) + [1.0] * (len(answer) + 1)
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights[1:]},
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": tinker.TensorData(data=weights[1:], dtype="float32"),
+        },
     )
 
 
@@ -96,7 +99,7 @@ def save_plot(losses: list[float], before: float, after: float, path: Path) -> N
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses, marker="o", label="training batch")
-    axes.plot([0, len(losses)], [before, after], "s--", label="held-out questions")
+    axes.plot([0, len(losses)], [before, after], "s", label="held-out questions")
     axes.set(title="SFT", xlabel="step", ylabel="loss per token (nats)", ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=120)
