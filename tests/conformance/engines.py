@@ -8,14 +8,20 @@ whose numbers are worked out by hand. All run the relational laws.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from backend.generator.base import Generator
+from backend.generator.embedded import EmbeddedGenerator
+from backend.trainer import base_model
 from backend.trainer.base import Trainer
 from backend.trainer.bigram import BigramModel, load
+from backend.trainer.torch_trainer import TorchTrainer
+from tests import models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,13 @@ def _random_bigram() -> BigramModel:
     return BigramModel(name="random-bigram", head=head, max_seq_length=64)
 
 
+def _torch(make: Callable[[Path], Path]) -> tuple[Trainer, Generator]:
+    """Both engines on one copy of the weights."""
+    with tempfile.TemporaryDirectory() as scratch:
+        base = base_model.load("torch", str(make(Path(scratch) / "model")))
+    return TorchTrainer(base), EmbeddedGenerator(base)
+
+
 ENGINES = [
     # What crosses the seam is float32: 4 has a spacing of 5e-7.
     Engine(
@@ -51,5 +64,24 @@ ENGINES = [
         start=lambda: _pair(_random_bigram()),
         is_succ16=False,
         tolerance=1e-6,
+    ),
+    # float32 on weights that are large on purpose: ways to add up differ by up to 2e-5.
+    Engine(
+        name="torch-succ16",
+        start=lambda: _torch(models.succ16),
+        is_succ16=True,
+        tolerance=5e-5,
+    ),
+    Engine(
+        name="torch-qwen3",
+        start=lambda: _torch(lambda directory: models.rand(directory, "qwen3")),
+        is_succ16=False,
+        tolerance=5e-5,
+    ),
+    Engine(
+        name="torch-llama-tied",
+        start=lambda: _torch(lambda directory: models.rand(directory, "llama", tied=True)),
+        is_succ16=False,
+        tolerance=5e-5,
     ),
 ]
