@@ -1,0 +1,145 @@
+"""One module under two names, with Tinker's own objects in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tinker
+
+import tinker_compat
+
+REPOSITORY = Path(__file__).parents[2]
+OURS = {
+    "AdminClient",
+    "BackcompatSamplingClientFuture",
+    "BackcompatTrainingClientFuture",
+    "LossHandle",
+    "RestClient",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+}
+
+
+# Tinker does without torch, which takes seconds to import; and whatever insists on it fails here.
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
+PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tinker_compat/_alias")])
+
+
+def run(code: str) -> None:
+    """In a fresh interpreter, where nothing was imported before and every warning is an error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH + code],
+        env={**os.environ, "PYTHONPATH": PATH},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_exported_name_is_tinkers_own_object_but_for_the_clients():
+    for name in tinker.__all__:
+        is_same = getattr(tinker_compat, name) is getattr(tinker, name)
+        assert is_same != (name in OURS), name
+    assert set(tinker.__all__) | OURS == set(tinker_compat.__all__)
+
+
+def test_both_names_are_the_same_module():
+    run(
+        "import together.post_training.tinker as a, tinker_compat as b\n"
+        "from together.post_training import tinker as c\n"
+        "assert a is b is c is sys.modules['together.post_training.tinker']\n"
+        "import together\n"
+        "assert together.__file__ is None and together.post_training.tinker is b\n"
+    )
+
+
+@pytest.mark.parametrize("package", ["together.post_training.tinker", "tinker_compat"])
+def test_submodules_and_their_contents_are_tinkers_own(package):
+    run(
+        f"""
+from {package} import types
+from {package}.types import Datum
+from {package}.types.tensor_data import TensorData
+import {package}.types.datum as datum_module
+import {package} as swapped
+import tinker
+assert types is tinker.types is swapped.types
+assert Datum is tinker.Datum is datum_module.Datum
+assert TensorData is tinker.TensorData is swapped.types.tensor_data.TensorData
+assert datum_module is sys.modules['tinker.types.datum']
+assert datum_module.__spec__.name == datum_module.__name__ == 'tinker.types.datum'
+assert issubclass(swapped.BadRequestError, tinker.TinkerError)
+assert (swapped.__version__, swapped.__title__) == (tinker.__version__, tinker.__title__)
+copies = [n for n, m in sys.modules.items() if n.startswith('tinker.') and m.__name__ != n]
+assert copies == [], copies
+"""
+    )
+
+
+def test_deep_imports_that_scripts_use_lead_to_our_clients_and_tinkers_rest():
+    run(
+        """
+import together.post_training.tinker as swapped
+from together.post_training.tinker.lib.public_interfaces import APIFuture, ServiceClient
+from together.post_training.tinker.lib.public_interfaces.service_client import ServiceClient as again
+from together.post_training.tinker.lib.public_interfaces.training_client import TrainingClient
+from together.post_training.tinker.lib.retry_handler import RetryConfig
+from together.post_training.tinker._client import AsyncTinker
+import tinker, tinker.lib.retry_handler
+assert ServiceClient is again is swapped.ServiceClient is not tinker.ServiceClient
+assert TrainingClient is swapped.TrainingClient
+assert swapped.lib.public_interfaces.sampling_client.SamplingClient is swapped.SamplingClient
+assert APIFuture is tinker.APIFuture
+assert RetryConfig is tinker.lib.retry_handler.RetryConfig
+assert tinker.lib.public_interfaces.ServiceClient is tinker.ServiceClient, 'tinker itself is untouched'
+"""
+    )
+
+
+def test_importing_adds_no_heavy_library_to_what_tinker_imports():
+    run(
+        """
+import tinker
+before = {name.split('.')[0] for name in sys.modules}
+import tinker_compat
+added = {name.split('.')[0] for name in sys.modules} - before
+assert not added & {'transformers', 'peft', 'backend', 'IPython'}, added
+"""
+    )
+
+
+def test_a_name_that_tinker_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        tinker_compat.no_such_name  # noqa: B018
+    with pytest.raises(ImportError, match="NoSuchType"):
+        from tinker_compat.types import NoSuchType  # noqa: F401
+    with pytest.raises(ModuleNotFoundError):
+        __import__("tinker_compat.types.no_such_module")
+    assert not hasattr(tinker_compat, "__wrapped__")
+
+
+def test_the_official_sdks_modules_are_left_alone_where_it_is_installed():
+    run(
+        """
+import types
+name = 'together.post_training.tinker'
+for package in ('together', 'together.post_training', name):
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = []
+import tinker_compat
+try:
+    import together.post_training.tinker.types
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError('ours was imported in its place')
+import tinker_compat.types
+"""
+    )
