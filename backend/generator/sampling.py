@@ -174,13 +174,12 @@ def _block_sums(masses: Array) -> Array:
 def _invert(masses: Array, sums: Array, uniform: float) -> int:
     """The first token at which the cumulative mass exceeds `uniform` of the whole.
 
-    By blocks: a cumulative sum over the whole vocabulary would cost more than everything else.
+    By blocks: a cumulative sum over the whole vocabulary would cost more than everything else. For
+    a float64 `uniform` below 1 the product below is rounded to less than the whole.
     """
     reached = np.cumsum(sums)
     wanted = uniform * reached[-1]
     block = int(np.searchsorted(reached, wanted, side="right"))
-    if block == len(sums):  # the product was rounded up to the whole
-        return int(np.flatnonzero(masses)[-1])
     start = block * _BLOCK
     within = np.cumsum(masses[start : start + _BLOCK], dtype=np.float64)
     before = reached[block - 1] if block else 0.0

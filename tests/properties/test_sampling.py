@@ -159,6 +159,13 @@ def test_mixed_rows_are_drawn_each_by_its_own_controls():
     assert tokens.tolist() == [1, 1, 1, 2]
 
 
+def test_the_number_0_draws_the_first_token_that_can_occur():
+    logits = np.full((1, 300), -np.inf)
+    logits[0, [140, 200]] = 0.0
+    tokens, _ = draw(logits, controls(1), np.zeros(1))
+    assert tokens.tolist() == [140]
+
+
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.99}])
 def test_the_largest_number_below_1_draws_a_token_that_can_occur(limits):
     """Products and sums round up at the end: never past the last possible token."""
