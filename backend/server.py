@@ -107,15 +107,10 @@ class Server:
         config = self._config
         await self._recover()
         try:
-            port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError:
-            raise fail(
-                Reason.UNAVAILABLE,
-                f"Cannot listen on {config.host}:{config.port}: it is in use, or not an address of this machine. "
-                "Give another --port; 0 picks a free one.",
-                host=config.host,
-                port=config.port,
-            ) from None
+            port = self._listen()
+        except BaseException:
+            await self._close()
+            raise
         await self._health.set_serving(False)
         await self._grpc.start()
         self._repeat(config.gap_check_interval_s, self._sessions.give_up_missing)
@@ -145,10 +140,26 @@ class Server:
         left_s = grace_s - (self._monotonic() - start)
         # Samples that run may end; those who waited for operations have their answers to send.
         await self._grpc.stop(grace=max(left_s, _LAST_ANSWERS_S))
+        await self._close()
+        return all(drained)
+
+    async def _close(self) -> None:
         await self._resources.close()
         await self._journal.close()
         self._store.close()
-        return all(drained)
+
+    def _listen(self) -> int:
+        host, port = self._config.host, self._config.port
+        try:
+            return self._grpc.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            raise fail(
+                Reason.UNAVAILABLE,
+                f"Cannot listen on {host}:{port}: it is in use, or not an address of this machine. Give another "
+                "--port; 0 picks a free one.",
+                host=host,
+                port=port,
+            ) from None
 
     async def _recover(self) -> None:
         for path in self._store.snapshots.iterdir():

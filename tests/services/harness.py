@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from backend.config import ServerConfig
+from backend.generator.base import SampleCall, SampleResult
 from backend.generator.bigram import BigramGenerator
 from backend.resources.catalog import ModelSpec
 from backend.resources.engines import Engines, OpenEngines, open_engines
@@ -88,6 +90,33 @@ class Running:
     address: str
     caller: Caller
     watched: WatchedTrainer | None = None
+    generator: WatchedGenerator | None = None
+    is_stopped: bool = False
+
+    def stop(self, grace_s: float = 5.0) -> bool:
+        """Whether everything that ran has ended."""
+        self.is_stopped = True
+        return on_loop(self.server.stop(grace_s))
+
+
+class WatchedGenerator(BigramGenerator):
+    """Counts the samples that run and those that were cancelled; `hold` keeps one running until it is."""
+
+    num_running = 0
+    num_cancelled = 0
+    hold = False
+
+    async def sample(self, call: SampleCall) -> SampleResult:
+        self.num_running += 1
+        try:
+            if self.hold:
+                await asyncio.sleep(600)
+            return await super().sample(call)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
 
 
 class Caller:
@@ -188,29 +217,37 @@ def serving(
     settings = {"port": 0, "store": store, "models": (ModelSpec(name=MODEL, path=MODEL),)}
     made = ServerConfig(**settings | config)
     server, address = on_loop(start(made, engines, clocks or {}))
-    caller = Caller(address)
+    running = Running(server=server, address=address, caller=Caller(address))
     try:
-        yield Running(server=server, address=address, caller=caller)
+        yield running
     finally:
-        caller.channel.close()
-        on_loop(server.stop(grace_s=5.0))
+        running.caller.channel.close()
+        if not running.is_stopped:
+            running.stop()
 
 
 @contextmanager
 def serving_watched(store: Path, **config: Any) -> Iterator[Running]:
     """With a trainer that waits and fails where the test says so."""
     trainer = WatchedTrainer()
+    generator = WatchedGenerator(bigram.load(MODEL))
 
     def engines(name: str, path: str) -> Engines:
-        generator = BigramGenerator(bigram.load(path))
         return Engines(trainer=trainer, generator=generator, tokenizer_dir=None)
 
     with serving(store, engines=engines, **config) as running:
-        running.watched = trainer
+        running.watched, running.generator = trainer, generator
         try:
             yield running
         finally:
             trainer.gate.set()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
 
 
 def prompt(tokens: Sequence[int]) -> data_pb2.ModelInput:

@@ -8,7 +8,17 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.services.harness import HIT, MISS, MODEL, Caller, prompt, refusal, serving
+from tests.services.harness import (
+    HIT,
+    MISS,
+    MODEL,
+    Caller,
+    Running,
+    prompt,
+    refusal,
+    serving,
+    wait_until,
+)
 from together_post_training.v1 import checkpoints_pb2, data_pb2
 from together_post_training.v1 import generator_pb2 as pb
 
@@ -263,11 +273,19 @@ def test_snapshots_beyond_those_in_memory_are_spilled_and_answer_the_same(tmp_pa
         assert len(spilled) >= 5
 
 
-def test_sample_that_is_hung_up_on_frees_its_place(caller: Caller, base: str):
-    """TR-06: the deadline ends it; what comes after is served."""
-    long = request(base, max_tokens=1000, num_samples=1024)
+def test_sample_that_is_hung_up_on_is_cancelled_in_the_engine(watched: Running):
+    """TR-06: by a deadline, and by the caller."""
+    generator = watched.generator
+    assert generator is not None
+    base = watched.caller.open(base_model=MODEL)
+    generator.hold = True
     with pytest.raises(grpc.RpcError) as caught:
-        caller.generator.Sample(long, timeout=0.2)
+        watched.caller.generator.Sample(request(base), timeout=0.2)
     error: Any = caught.value
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert sampled(caller, base, temperature=0, max_tokens=1) == [[4]]
+    call = watched.caller.generator.Sample.future(request(base))  # pyright: ignore
+    wait_until(lambda: generator.num_running == 1 and generator.num_cancelled == 1)
+    call.cancel()
+    wait_until(lambda: generator.num_running == 0 and generator.num_cancelled == 2)
+    generator.hold = False
+    assert sampled(watched.caller, base, temperature=0, max_tokens=1) == [[4]]
