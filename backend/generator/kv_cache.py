@@ -80,10 +80,11 @@ class Pool:
 
     def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._layers:
+            # Zeros, because attention multiplies what it masks by 0, and memory that was never written may hold NaN.
             shape = (self.num_allocated, self.capacity)
             self._layers[layer] = (
-                keys.new_empty(*shape, *keys.shape[-2:]),
-                values.new_empty(*shape, *values.shape[-2:]),
+                keys.new_zeros(*shape, *keys.shape[-2:]),
+                values.new_zeros(*shape, *values.shape[-2:]),
             )
         return self._layers[layer]
 

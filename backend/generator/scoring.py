@@ -13,16 +13,13 @@ from backend.generator.sampling import ABSENT_LOGPROB
 
 Array = np.ndarray
 
-# 32 MB of float32 logits at a time.
-_CHUNK_VALUES = 2**23
-
 
 def score_prompt(
     hidden_TH: Tensor,
     tokens_T: Tensor,
     head: Callable[[Tensor], Tensor],
     *,
-    vocab_size: int,
+    chunk_rows: int,
     k: int,
 ) -> tuple[Array, Topk | None]:
     """Scores each token of a prompt given those before it.
@@ -30,6 +27,7 @@ def score_prompt(
     Args:
         hidden_TH: the hidden states of the same tokens.
         head: makes logits (rows, V) from hidden states (rows, H).
+        chunk_rows: rows of logits at a time.
         k: how many of the likeliest tokens to list; 0 lists none.
 
     Returns:
@@ -38,9 +36,8 @@ def score_prompt(
     logprobs = np.full(len(tokens_T), np.nan, np.float32)
     token_ids = np.zeros((len(tokens_T), k), np.int32)
     best = np.full((len(tokens_T), k), ABSENT_LOGPROB, np.float32)
-    step = max(1, _CHUNK_VALUES // vocab_size)
-    for start in range(1, len(tokens_T), step):
-        here = slice(start, min(start + step, len(tokens_T)))
+    for start in range(1, len(tokens_T), chunk_rows):
+        here = slice(start, min(start + chunk_rows, len(tokens_T)))
         logits = head(hidden_TH[start - 1 : here.stop - 1])
         chosen = logits.gather(1, tokens_T[here, None])[:, 0]
         logprobs[here] = (chosen - logits.logsumexp(dim=1)).numpy()

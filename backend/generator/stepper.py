@@ -19,6 +19,10 @@ from backend.generator.scoring import score_prompt
 from backend.generator.sequences import Prefill, Sample
 
 
+# 32 MB of float32 logits at a time, when prompts are scored.
+_CHUNK_VALUES = 2**23
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A sample's next token."""
@@ -34,7 +38,7 @@ class Stepper:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self._vocab_size = vocab_size
+        self._chunk_rows = max(1, _CHUNK_VALUES // vocab_size)
 
     def read(self, prefills: Sequence[Prefill]) -> list[Drawn]:
         """Reads the tokens of all prefills, stores them in the rows of their samples, scores the prompts that are to
@@ -75,7 +79,7 @@ class Stepper:
             hidden_TH,
             prefill.tokens,
             lambda rows: self._runner.logits(rows, _spans([job.weights], [len(rows)])),
-            vocab_size=self._vocab_size,
+            chunk_rows=self._chunk_rows,
             k=job.call.topk_prompt_logprobs,
         )
         job.needs_scores = False

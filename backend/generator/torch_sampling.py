@@ -14,19 +14,20 @@ from backend.generator import sampling
 from backend.generator.base import Topk
 from backend.generator.sampling import Controls
 
+Array = np.ndarray
+
 _BLOCK = 256
+_LOWEST_TEMPERATURE = 1e-30
 
 
-def draw(
-    logits_BV: Tensor, controls: Controls, uniforms: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """See `sampling.draw`. Rows that are truncated or not sound are drawn by it."""
+def draw(logits_BV: Tensor, controls: Controls, uniforms: Array) -> tuple[Array, Array]:
+    """See `sampling.draw`, which also draws the rows that are truncated here, and all if one is not sound."""
     peaks = logits_BV.amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(peaks).all()):
         return sampling.draw(logits_BV.numpy(), controls, uniforms)
     shifted = logits_BV - peaks
     masses = _blocks(shifted.exp())
-    sums = masses.sum(dim=2).double()
+    sums = masses.sum(dim=2, dtype=torch.float64)
     tokens = _draw_tokens(shifted, masses, sums, controls, uniforms)
     chosen = shifted.gather(1, tokens[:, None])[:, 0]
     logprobs = chosen.double() - sums.sum(dim=1).log()
@@ -50,47 +51,43 @@ def topk(logits_NV: Tensor, k: int) -> Topk:
 
 
 def _draw_tokens(
-    shifted: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: np.ndarray
+    shifted: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: Array
 ) -> Tensor:
+    """int64 (B,). Rows are drawn together that are drawn in the same way."""
     vocab_size = shifted.shape[1]
     keeps_all = (controls.top_p >= 1) & ((controls.top_k <= 0) | (controls.top_k >= vocab_size))
-    is_greedy = controls.temperature == 0
-    is_plain = keeps_all & (controls.temperature == 1)
-    uniforms_B = torch.from_numpy(uniforms)
-    if is_plain.all():
-        return _invert(masses, sums, uniforms_B)
+    greedy = controls.temperature == 0
+    plain = keeps_all & (controls.temperature == 1)
+    if plain.all():
+        return _invert(masses, sums, torch.from_numpy(uniforms))
+    tempered, truncated = keeps_all & ~plain & ~greedy, ~keeps_all & ~greedy
     tokens = torch.empty(len(shifted), dtype=torch.int64)
-    for kind, pick in (
-        (is_greedy, lambda rows: shifted[rows].argmax(dim=1)),
-        (is_plain, lambda rows: _invert(masses[rows], sums[rows], uniforms_B[rows])),
-        (
-            keeps_all & ~is_plain & ~is_greedy,
-            lambda rows: _tempered(shifted[rows], controls.temperature[rows], uniforms_B[rows]),
-        ),
-        (~keeps_all & ~is_greedy, lambda rows: _truncated(shifted, controls, uniforms, rows)),
-    ):
-        if kind.any():
-            rows = torch.from_numpy(np.flatnonzero(kind))
-            tokens[rows] = pick(rows)
+    if (rows := np.flatnonzero(plain)).size:
+        tokens[rows] = _invert(masses[rows], sums[rows], torch.from_numpy(uniforms[rows]))
+    if (rows := np.flatnonzero(greedy)).size:
+        tokens[rows] = shifted[rows].argmax(dim=1)
+    if (rows := np.flatnonzero(tempered)).size:
+        tokens[rows] = _tempered(shifted[rows], controls.temperature[rows], uniforms[rows])
+    if (rows := np.flatnonzero(truncated)).size:
+        drawn, _ = sampling.draw(shifted[rows].numpy(), _only(controls, rows), uniforms[rows])
+        tokens[rows] = torch.from_numpy(drawn)
     return tokens
 
 
-def _tempered(shifted: Tensor, temperature: np.ndarray, uniforms: Tensor) -> Tensor:
-    # Below this, what is not the maximum has no mass in either precision, and float32 still holds the quotient.
-    divisor = torch.from_numpy(np.maximum(temperature, 1e-30)).float()
+def _tempered(shifted: Tensor, temperature: Array, uniforms: Array) -> Tensor:
+    # Any lower, and only the maximum has mass, as here; float32 could not hold the quotients.
+    divisor = torch.from_numpy(np.maximum(temperature, _LOWEST_TEMPERATURE)).float()
     masses = _blocks((shifted / divisor[:, None]).exp_())
-    return _invert(masses, masses.sum(dim=2).double(), uniforms)
+    sums = masses.sum(dim=2, dtype=torch.float64)
+    return _invert(masses, sums, torch.from_numpy(uniforms))
 
 
-def _truncated(shifted: Tensor, controls: Controls, uniforms: np.ndarray, rows: Tensor) -> Tensor:
-    chosen = rows.numpy()
-    some = Controls(
-        temperature=controls.temperature[chosen],
-        top_k=controls.top_k[chosen],
-        top_p=controls.top_p[chosen],
+def _only(controls: Controls, rows: Array) -> Controls:
+    return Controls(
+        temperature=controls.temperature[rows],
+        top_k=controls.top_k[rows],
+        top_p=controls.top_p[rows],
     )
-    tokens, _ = sampling.draw(shifted[rows].numpy(), some, uniforms[chosen])
-    return torch.from_numpy(tokens)
 
 
 def _blocks(masses_BV: Tensor) -> Tensor:

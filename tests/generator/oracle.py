@@ -1,0 +1,78 @@
+"""What the engine must equal: plain transformers, one sequence at a time, without a cache, adapters merged."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from backend.generator.base import SampleCall, SampledSequence
+from backend.generator.embedded import EmbeddedGenerator
+from backend.trainer.base import Adapter, LoraConfig
+from backend.trainer.base_model import BaseModel
+from backend.trainer.targets import linear_layers, tensor_names
+
+Array = np.ndarray
+
+# float32 on weights that are large on purpose (a spread of several nats): ways to add up differ by about 2e-5.
+TOLERANCE = 1e-4
+
+_names = itertools.count()
+
+
+def random_adapter(base: BaseModel, *, seed: int, rank: int = 4, size: float = 0.15) -> Adapter:
+    """On every layer that takes one, A and B both random."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for path, layer in linear_layers(base.module).items():
+        a, b = tensor_names(path)
+        tensors[a] = rng.normal(scale=size, size=(rank, layer.in_features)).astype(np.float32)
+        tensors[b] = rng.normal(scale=size, size=(layer.out_features, rank)).astype(np.float32)
+    return Adapter(lora=LoraConfig(rank=rank, alpha=2.0 * rank, seed=seed), tensors=tensors)
+
+
+def publish(generator: EmbeddedGenerator, adapter: Adapter) -> str:
+    snapshot = f"snapshot-{next(_names)}"
+    generator.add_snapshot(snapshot, adapter)
+    return snapshot
+
+
+def merged(base: BaseModel, adapter: Adapter | None) -> PreTrainedModel:
+    """A copy of the base model with W + scale B A in place of W."""
+    module = copy.deepcopy(base.module)
+    if adapter is None:
+        return module
+    for path, layer in linear_layers(module).items():
+        a, b = (adapter.tensors[name].astype(np.float64) for name in tensor_names(path))
+        delta = torch.from_numpy(adapter.lora.scale * b @ a).float()
+        layer.weight = nn.Parameter(layer.weight + delta, requires_grad=False)
+    return module
+
+
+@torch.no_grad()
+def distributions(module: PreTrainedModel, tokens: Sequence[int] | Array) -> Array:
+    """log p(. | tokens[:i+1]) at row i: float64 (T, V)."""
+    logits = module(torch.tensor(np.asarray(tokens))[None], use_cache=False).logits[0]
+    return logits.double().log_softmax(dim=1).numpy()
+
+
+def score(module: PreTrainedModel, tokens: Sequence[int] | Array) -> Array:
+    """log p of each token given those before it, NaN at 0: float64 (T,)."""
+    rows = distributions(module, tokens)
+    following = np.asarray(tokens)[1:]
+    return np.concatenate([[np.nan], rows[np.arange(len(following)), following]])
+
+
+def assert_logprobs_are_of(
+    module: PreTrainedModel, call: SampleCall, sequence: SampledSequence
+) -> None:
+    """The sequence's logprobs are the module's own for its tokens."""
+    assert len(sequence.tokens) == len(sequence.logprobs)
+    whole = [*call.prompt.tolist(), *sequence.tokens.tolist()]
+    expected = score(module, whole)[len(call.prompt) :]
+    np.testing.assert_allclose(sequence.logprobs, expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,135 @@
+"""Drawing on torch tensors gives what the reference gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.generator import sampling, torch_sampling
+from backend.generator.sampling import Controls
+
+# Sizes around one and several blocks, and one that is no multiple.
+VOCAB_SIZES = [1, 2, 255, 256, 257, 1000, 4096]
+
+
+def random_logits(
+    num_rows: int, vocab_size: int, *, seed: int = 0, spread: float = 3.0
+) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.normal(scale=spread, size=(num_rows, vocab_size)).astype(np.float32)
+
+
+def controls(num_rows: int, *, temperature=1.0, top_k=0, top_p=1.0) -> Controls:
+    return Controls(
+        temperature=np.broadcast_to(np.asarray(temperature, np.float64), num_rows).copy(),
+        top_k=np.broadcast_to(np.asarray(top_k, np.int64), num_rows).copy(),
+        top_p=np.broadcast_to(np.asarray(top_p, np.float64), num_rows).copy(),
+    )
+
+
+def assert_same_draw(logits: np.ndarray, limits: Controls, uniforms: np.ndarray) -> None:
+    """Logprobs within the rounding of float32 sums."""
+    tokens, logprobs = torch_sampling.draw(torch.from_numpy(logits), limits, uniforms)
+    expected_tokens, expected_logprobs = sampling.draw(logits, limits, uniforms)
+    assert tokens.tolist() == expected_tokens.tolist()
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"temperature": 3.0},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.95},
+    ],
+)
+def test_tokens_are_the_references(vocab_size, limits):
+    """1,000 draws each. A number within 1e-7 of a boundary could fall on either side of it: none here does."""
+    logits = random_logits(1000, vocab_size, seed=vocab_size)
+    uniforms = np.random.default_rng(vocab_size).random(1000)
+    assert_same_draw(logits, controls(1000, **limits), uniforms)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 5e-324, 1e-38, 1e-6, 0.5, 1.0, 2.0, 1e9]),
+            st.sampled_from([-1, 0, 1, 3, 300, 10_000]),
+            st.sampled_from([1e-6, 0.3, 0.95, 1.0]),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_are_drawn_each_by_its_own_controls(rows, seed):
+    temperature, top_k, top_p = (np.array(x) for x in zip(*rows, strict=True))
+    logits = random_logits(len(rows), 300, seed=seed)
+    uniforms = np.random.default_rng(seed).random(len(rows))
+    limits = controls(len(rows), temperature=temperature, top_k=top_k, top_p=top_p)
+    assert_same_draw(logits, limits, uniforms)
+
+
+@pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}])
+def test_the_ends_of_the_interval_draw_tokens_that_can_occur(limits):
+    """The first and the last ids cannot occur, nor can two whole blocks in the middle."""
+    logits = random_logits(20, 2000)
+    logits[:, [0, 1, -2, -1]] = -np.inf
+    logits[:, 500:1100] = -np.inf
+    limits = controls(20, **limits)
+    for uniform in (0.0, np.nextafter(1.0, 0.0)):
+        assert_same_draw(logits, limits, np.full(20, uniform))
+
+
+def test_rare_tokens_keep_their_share():
+    """65,536 equally likely tokens: a cumulative sum in float32 would merge many of them."""
+    vocab_size = 2**16
+    logits = np.zeros((64, vocab_size), np.float32)
+    uniforms = np.random.default_rng(0).random(64)
+    tokens, logprobs = torch_sampling.draw(torch.from_numpy(logits), controls(64), uniforms)
+    assert tokens.tolist() == np.floor(uniforms * vocab_size).astype(int).tolist()
+    np.testing.assert_allclose(logprobs, -np.log(vocab_size), atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_row_is_told_by_nan_and_spares_its_neighbours(bad):
+    logits = random_logits(3, 50)
+    logits[1, 7] = bad
+    tokens, logprobs = torch_sampling.draw(
+        torch.from_numpy(logits), controls(3), np.array([0.1, 0.5, 0.9])
+    )
+    expected, _ = sampling.draw(logits, controls(3), np.array([0.1, 0.5, 0.9]))
+    assert tokens.tolist() == expected.tolist()
+    assert np.isnan(logprobs).tolist() == [False, True, False]
+
+
+def test_logits_are_left_alone():
+    logits = torch.from_numpy(random_logits(4, 300))
+    before = logits.clone()
+    torch_sampling.draw(
+        logits, controls(4, temperature=[0, 1, 2, 1], top_k=[0, 0, 0, 9]), np.zeros(4)
+    )
+    torch_sampling.topk(logits, 5)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 8, 9, 12])
+@pytest.mark.parametrize("values", [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0, 5.0], None])
+def test_topk_is_the_references(k, values):
+    """8 tokens; of few different logits, so that many are equal, or of all different ones."""
+    logits = random_logits(30, 8)
+    if values is not None:
+        logits = np.random.default_rng(1).choice(np.array(values, np.float32), (30, 8))
+    got, expected = torch_sampling.topk(torch.from_numpy(logits), k), sampling.topk(logits, k)
+    assert got.token_ids.dtype == np.int32
+    assert got.logprobs.dtype == np.float32
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
