@@ -208,7 +208,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # Two servers on one port would each get half of the requests.
         ("grpc.so_reuseport", 0),

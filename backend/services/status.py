@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 # Trailers travel in HTTP/2 headers, whose whole size clients limit to 8 KiB, and the message is in them twice.
 _MAX_MESSAGE_BYTES = 1500
 _MAX_VALUE_BYTES = 200
+_OURS = "/together_post_training."
 
 
 def to_status(error: PostTrainingError) -> status_pb2.Status:
@@ -43,7 +44,7 @@ def shorten(text: str, max_bytes: int) -> str:
 
 
 class ErrorBorder(grpc.aio.ServerInterceptor):
-    """Around every unary and server-streaming method."""
+    """Around every method of this project's services; health and reflection look after themselves."""
 
     async def intercept_service(
         self,
@@ -51,7 +52,8 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        method = handler_call_details.method
+        if handler is None or not method.startswith(_OURS):
             return handler
         wrap, make = (
             (_stream, grpc.unary_stream_rpc_method_handler)
@@ -60,7 +62,7 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
         )
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         return make(
-            wrap(behavior, handler_call_details.method),  # pyright: ignore[reportAttributeAccessIssue]
+            wrap(behavior, method),  # pyright: ignore[reportAttributeAccessIssue]
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
