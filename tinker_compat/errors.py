@@ -38,7 +38,7 @@ _SERVER_FAULTS = (Reason.INTERNAL, Reason.SESSION_LOST, Reason.UNAVAILABLE)
 _URL = "grpc://together-post-training"
 
 
-def to_tinker(error: PostTrainingError) -> tinker.TinkerError:
+def to_tinker(error: PostTrainingError) -> tinker.APIStatusError | tinker.RequestFailedError:
     """The exception that Tinker's SDK would raise; its text is the error's message."""
     if TABLE[error.reason].after_acceptance:
         return _request_failed(error)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import tinker
 from google.protobuf.duration_pb2 import Duration
 from tinker import types
 
@@ -15,6 +14,7 @@ from tinker_compat.client_future import ClientFuture
 from tinker_compat.conversion import adam_params as to_adam
 from tinker_compat.conversion import loss_config
 from tinker_compat.errors import refuse
+from tinker_compat.futures import OperationFuture
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
@@ -26,7 +26,7 @@ from tinker_compat.tokenizer import get_tokenizer
 from together_post_training.client.sampler import Sampler
 from together_post_training.v1 import operations_pb2, trainer_pb2
 
-Passed = tinker.APIFuture[types.ForwardBackwardOutput]
+Passed = OperationFuture[types.ForwardBackwardOutput]
 
 
 class TrainingClient:
@@ -124,7 +124,7 @@ class TrainingClient:
         optim_params: types.AdamParams | dict[str, float] | None = None,
         *,
         adam_params: types.AdamParams | dict[str, float] | None = None,
-    ) -> tinker.APIFuture[types.OptimStepResponse]:
+    ) -> OperationFuture[types.OptimStepResponse]:
         """One AdamW step from the gradient since the last one.
 
         Raises:
@@ -141,7 +141,7 @@ class TrainingClient:
         optim_params: types.AdamParams | dict[str, float] | None = None,
         *,
         adam_params: types.AdamParams | dict[str, float] | None = None,
-    ) -> tinker.APIFuture[types.OptimStepResponse]:
+    ) -> OperationFuture[types.OptimStepResponse]:
         await self._ready()
         return self.optim_step(optim_params, adam_params=adam_params)
 
@@ -151,7 +151,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
-    ) -> tinker.APIFuture[types.SaveWeightsResponse]:
+    ) -> OperationFuture[types.SaveWeightsResponse]:
         """Saves weights, optimiser state and step under tinker://<model id>/weights/<name>.
 
         A name that is taken gives ConflictError, unless `overwrite`.
@@ -172,7 +172,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
-    ) -> tinker.APIFuture[types.SaveWeightsResponse]:
+    ) -> OperationFuture[types.SaveWeightsResponse]:
         await self._ready()
         return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
@@ -181,7 +181,7 @@ class TrainingClient:
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
-    ) -> tinker.APIFuture[types.SaveWeightsForSamplerResponse]:
+    ) -> OperationFuture[types.SaveWeightsForSamplerResponse]:
         """Saves weights to sample from under tinker://<model id>/sampler_weights/<name>."""
         request = _save_request(name, ttl_seconds, user_metadata)
         request.kind = trainer_pb2.CHECKPOINT_KIND_INFERENCE
@@ -197,31 +197,31 @@ class TrainingClient:
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
-    ) -> tinker.APIFuture[types.SaveWeightsForSamplerResponse]:
+    ) -> OperationFuture[types.SaveWeightsForSamplerResponse]:
         await self._ready()
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
-    ) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    ) -> OperationFuture[types.LoadWeightsResponse]:
         """Replaces the weights by a checkpoint's; the optimiser starts afresh."""
         return self._load(path, weights_access_token, optimizer=False)
 
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None
-    ) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    ) -> OperationFuture[types.LoadWeightsResponse]:
         await self._ready()
         return self.load_state(path, weights_access_token)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
-    ) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    ) -> OperationFuture[types.LoadWeightsResponse]:
         """Replaces weights, optimiser state and step: training goes on as if it had never stopped."""
         return self._load(path, weights_access_token, optimizer=True)
 
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
-    ) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    ) -> OperationFuture[types.LoadWeightsResponse]:
         await self._ready()
         return self.load_state_with_optimizer(path, weights_access_token)
 
@@ -304,7 +304,7 @@ class TrainingClient:
 
     def _load(
         self, path: str, weights_access_token: str | None, *, optimizer: bool
-    ) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    ) -> OperationFuture[types.LoadWeightsResponse]:
         check_access_token(weights_access_token)
         request = trainer_pb2.LoadCheckpointRequest(path=path, optimizer=optimizer)
         model_id = self.model_id

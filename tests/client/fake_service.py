@@ -21,6 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from together_post_training import tensors
+from together_post_training.client.loop import ignore_spurious_wakeups
 from together_post_training.errors import DOMAIN, PostTrainingError, Reason
 from together_post_training.names import operation_name, parse_operation_name
 from together_post_training.v1 import (
@@ -80,6 +81,7 @@ class FakeService:
         self.behave: Callable[[Any], None] = lambda request: None
         self.port = 0
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(ignore_spurious_wakeups)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._server: Any = None
@@ -211,7 +213,7 @@ class _Faulty(grpc.aio.ServerInterceptor):
         )
 
 
-async def _play(fault: Fault, context: grpc.aio.ServicerContext) -> None:
+async def _play(fault: Fault, context: Any) -> None:
     await asyncio.sleep(fault.stall_s)
     if fault.error is not None:
         info = error_details_pb2.ErrorInfo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from tinker import types
 
 HIT = 4 - math.log(math.e**4 + 15)
@@ -25,3 +26,8 @@ def prompt(*tokens: int) -> types.ModelInput:
 
 def greedy(max_tokens: int | None = 4, **params: Any) -> types.SamplingParams:
     return types.SamplingParams(max_tokens=max_tokens, temperature=0, **params)
+
+
+def close(expected: Any) -> Any:
+    """Log-probabilities come as float32, and sums are of a few of them."""
+    return pytest.approx(expected, abs=1e-5)

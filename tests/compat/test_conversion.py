@@ -153,14 +153,14 @@ def test_a_token_id_that_no_model_has_is_refused_with_its_value(token):
 
 
 def test_an_input_that_is_no_tensor_is_refused_with_its_place():
-    sent = datum()
+    sent: Any = datum()
     sent.loss_fn_inputs["weights"] = [1.0, 1.0, 1.0]
     with pytest.raises(TypeError, match=r"Sample 2: loss_fn_inputs\['weights'\] is a list"):
         conversion.fill_sample(data_pb2.Sample(), sent, 2)
 
 
 def test_an_input_under_a_key_that_is_no_string_is_refused_with_the_key():
-    sent = datum()
+    sent: Any = datum()
     sent.loss_fn_inputs[7] = types.TensorData(data=[1.0], dtype="float32")
     with pytest.raises(TypeError, match="Sample 0: loss_fn_inputs has the key 7"):
         conversion.fill_sample(data_pb2.Sample(), sent, 0)

@@ -13,10 +13,9 @@ from tinker import types
 
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
-from tests.compat.data import HIT, MISS, datum, prompt
+from tests.compat.data import HIT, MISS, close, datum, prompt
 from together_post_training.errors import Reason, fail
 
-CLOSE = {"abs": 1e-5}
 LINEAR = types.AdamParams(learning_rate=100.0, eps=1e4)
 POISONED = "A previous request failed; this TrainingClient is poisoned"
 
@@ -44,7 +43,7 @@ def test_a_custom_loss_sees_the_data_and_leaf_logprobs_of_the_targets_shape(clie
     assert seen[0] is data
     assert [tuple(lp.shape) for lp in seen[1]] == [(3,), (2, 2)]
     assert all(lp.is_leaf and lp.requires_grad and lp.dtype is torch.float32 for lp in seen[1])
-    assert seen[1][0].tolist() == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert seen[1][0].tolist() == close([HIT, HIT, MISS])
     assert seen[2].startswith("tinker-custom-loss")
 
 
@@ -55,20 +54,20 @@ def test_a_custom_cross_entropy_trains_as_the_built_in_one(service):
     built_in = service.create_lora_training_client(MODEL, rank=4, seed=1)
     result = custom.forward_backward_custom(data, cross_entropy).result()
     expected = built_in.forward_backward(data, "cross_entropy").result()
-    assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], **CLOSE)
+    assert result.metrics["loss:sum"] == close(expected.metrics["loss:sum"])
     custom.optim_step(LINEAR)
     built_in.optim_step(LINEAR)
-    assert logprobs(custom) == pytest.approx(logprobs(built_in), **CLOSE)
+    assert logprobs(custom) == close(logprobs(built_in))
 
 
 def test_metrics_are_the_callers_beside_the_servers(client):
     result = client.forward_backward_custom([datum()], cross_entropy).result()
     assert result.metrics["plain"] == 1.0
     assert result.metrics["tokens:sum"] == 7.0, "the caller's win"
-    assert result.metrics["loss:sum"] == pytest.approx(-(2 * HIT + MISS), **CLOSE)
-    assert result.metrics["surrogate_loss:sum"] == pytest.approx(-(2 * HIT + MISS), **CLOSE)
+    assert result.metrics["loss:sum"] == close(-(2 * HIT + MISS))
+    assert result.metrics["surrogate_loss:sum"] == close(-(2 * HIT + MISS))
     outputs = result.loss_fn_outputs[0]["logprobs"].tolist()
-    assert outputs == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert outputs == close([HIT, HIT, MISS])
 
 
 def test_the_gradient_of_a_nonlinear_loss_is_taken_where_the_model_is(client):
@@ -79,8 +78,8 @@ def test_the_gradient_of_a_nonlinear_loss_is_taken_where_the_model_is(client):
 
     one = [datum([3], target_tokens=[4])]
     metrics = client.forward_backward_custom(one, square).result().metrics
-    assert metrics["loss:sum"] == pytest.approx(HIT**2, **CLOSE)
-    assert metrics["surrogate_loss:sum"] == pytest.approx(2 * HIT**2, **CLOSE)
+    assert metrics["loss:sum"] == close(HIT**2)
+    assert metrics["surrogate_loss:sum"] == close(2 * HIT**2)
 
 
 def test_parameters_of_the_callers_own_receive_gradients(client):
@@ -91,7 +90,7 @@ def test_parameters_of_the_callers_own_receive_gradients(client):
 
     client.forward_backward_custom([datum()], scaled).result()
     assert scale.grad is not None
-    assert scale.grad.item() == pytest.approx(-(2 * HIT + MISS), **CLOSE)
+    assert scale.grad.item() == close(-(2 * HIT + MISS))
 
 
 def test_an_optim_step_behind_a_custom_loss_uses_its_gradient(client):
@@ -126,7 +125,7 @@ def test_a_large_batch_reserves_two_numbers_per_chunk_and_comes_back_in_order(cl
     result = client.forward_backward_custom(data, loss).result()
     assert client._core.session.reserve(1).sequences.start == 5
     values = [o["logprobs"].tolist()[0] for o in result.loss_fn_outputs]
-    assert values == pytest.approx([HIT if i % 3 == 0 else MISS for i in range(1030)], **CLOSE)
+    assert values == close([HIT if i % 3 == 0 else MISS for i in range(1030)])
 
 
 def test_custom_losses_work_from_a_coroutine(client):
@@ -177,7 +176,7 @@ def test_a_loss_that_fails_raises_its_error_and_poisons_the_client(client, loss,
     with pytest.raises(RuntimeError, match=POISONED) as refused:
         again.result(timeout=5)
     assert type(refused.value.__cause__) is error
-    assert before.compute_logprobs(prompt(3, 4)).result()[1] == pytest.approx(HIT, **CLOSE)
+    assert before.compute_logprobs(prompt(3, 4)).result()[1] == close(HIT)
 
 
 def test_a_loss_that_fails_leaves_no_hole_in_the_servers_numbers(fake):

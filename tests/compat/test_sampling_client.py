@@ -12,9 +12,8 @@ from tinker import types
 
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
-from tests.compat.data import HIT, MISS, greedy, prompt
+from tests.compat.data import HIT, MISS, close, greedy, prompt
 
-CLOSE = {"abs": 1e-5}
 HAS_TOPK_SAMPLE = hasattr(types.SampledSequence, "topk_logprobs")
 
 
@@ -28,7 +27,7 @@ def test_a_sample_is_tinkers_with_tokens_logprobs_and_a_reason(sampler):
     (sequence,) = response.sequences
     assert type(sequence) is types.SampledSequence
     assert sequence.tokens == [4, 5, 6, 7]
-    assert sequence.logprobs == pytest.approx([HIT] * 4, **CLOSE)
+    assert sequence.logprobs == close([HIT] * 4)
     assert sequence.stop_reason == "length"
     assert response.prompt_logprobs is None
     assert response.topk_prompt_logprobs is None
@@ -93,7 +92,7 @@ def test_explicit_zeros_are_sent_and_what_is_absent_is_not(fake):
 def test_prompt_logprobs_have_the_prompts_length_and_none_first(sampler):
     response = sampler.sample(prompt(3, 4, 9), 1, greedy(1), include_prompt_logprobs=True).result()
     assert response.prompt_logprobs[0] is None
-    assert response.prompt_logprobs[1:] == pytest.approx([HIT, MISS], **CLOSE)
+    assert response.prompt_logprobs[1:] == close([HIT, MISS])
 
 
 def test_topk_prompt_logprobs_are_pairs_likeliest_first_and_none_first(sampler):
@@ -105,7 +104,7 @@ def test_topk_prompt_logprobs_are_pairs_likeliest_first_and_none_first(sampler):
     assert [row[0][0] for row in rows] == [4, 5]
     for row in rows:
         assert len(row) == 2
-        assert [lp for _, lp in row] == pytest.approx([HIT, MISS], **CLOSE)
+        assert [lp for _, lp in row] == close([HIT, MISS])
 
 
 def test_only_the_last_prompt_logprobs_are_given_when_so_many_are_asked_for(sampler):
@@ -118,25 +117,25 @@ def test_only_the_last_prompt_logprobs_are_given_when_so_many_are_asked_for(samp
         prompt_logprobs_last_n=2,
     ).result()
     assert response.prompt_logprobs[:2] == [None, None]
-    assert response.prompt_logprobs[2:] == pytest.approx([HIT, MISS], **CLOSE)
+    assert response.prompt_logprobs[2:] == close([HIT, MISS])
     assert [row is None for row in response.topk_prompt_logprobs] == [True, True, False, False]
     scores = sampler.compute_logprobs(prompt(3, 4, 5, 9), prompt_logprobs_last_n=1).result()
-    assert scores == [None, None, None, pytest.approx(MISS, **CLOSE)]
+    assert scores == [None, None, None, close(MISS)]
 
 
 @pytest.mark.skipif(not HAS_TOPK_SAMPLE, reason="the installed tinker has no place for them")
 def test_topk_sample_logprobs_are_given_for_each_sampled_token(sampler):
     (sequence,) = sampler.sample(prompt(3), 1, greedy(2), topk_sample_logprobs=3).result().sequences
     assert [row[0] for row in sequence.topk_logprobs] == [
-        (4, pytest.approx(HIT, **CLOSE)),
-        (5, pytest.approx(HIT, **CLOSE)),
+        (4, close(HIT)),
+        (5, close(HIT)),
     ]
     assert [len(row) for row in sequence.topk_logprobs] == [3, 3]
 
 
 def test_compute_logprobs_gives_a_list_with_none_first(sampler):
     scores = sampler.compute_logprobs(prompt(3, 4, 9)).result()
-    assert scores == [None, pytest.approx(HIT, **CLOSE), pytest.approx(MISS, **CLOSE)]
+    assert scores == [None, close(HIT), close(MISS)]
     assert sampler.compute_logprobs(prompt(3)).result() == [None]
     assert asyncio.run(sampler.compute_logprobs_async(prompt(3, 4)))[0] is None
 
@@ -170,7 +169,7 @@ def test_hundreds_of_samples_at_once_are_all_answered_in_their_places(sampler):
     [
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2"),
         (
-            {"target_prompt_logprobs": types.TensorData(data=[[1]], dtype="int64", shape=[1, 1])},
+            {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64", shape=[1, 1])},
             "target_prompt_logprobs",
         ),
     ],

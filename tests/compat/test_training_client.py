@@ -11,13 +11,11 @@ from tinker import types
 
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
-from tests.compat.data import HIT, MISS, datum, greedy, prompt
+from tests.compat.data import HIT, MISS, close, datum, greedy, prompt
 from tinker_compat import passes
 from tinker_compat.conversion import loss_config
 from together_post_training.errors import Reason, fail
 
-# The server's logprobs are float32.
-CLOSE = {"abs": 1e-5}
 # No usual step hides the gradient's size: with eps this large AdamW moves by about -0.01 * gradient.
 LINEAR = types.AdamParams(learning_rate=100.0, eps=1e4)
 
@@ -30,27 +28,25 @@ def logprobs(client: tinker.TrainingClient) -> list[float]:
 def test_forward_gives_loss_and_logprobs_in_tinkers_types(client):
     result = client.forward([datum()], "cross_entropy").result()
     assert type(result) is types.ForwardBackwardOutput
-    assert result.metrics["loss:sum"] == pytest.approx(-(2 * HIT + MISS), **CLOSE)
+    assert result.metrics["loss:sum"] == close(-(2 * HIT + MISS))
     output = result.loss_fn_outputs[0]["logprobs"]
     assert type(output) is types.TensorData
     assert (output.dtype, output.shape) == ("float32", [3])
-    assert output.data == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert output.data == close([HIT, HIT, MISS])
     assert output.to_torch().tolist() == output.tolist()
 
 
 def test_forward_returns_logprobs_also_where_the_weight_is_zero(client):
     zero = datum(target_tokens=[4, 5, 9], weights=[0.0, 0.0, 0.0])
     result = client.forward([zero], "cross_entropy").result()
-    assert result.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(
-        [HIT, HIT, MISS], **CLOSE
-    )
+    assert result.loss_fn_outputs[0]["logprobs"].tolist() == close([HIT, HIT, MISS])
     assert result.metrics["loss:sum"] == 0
 
 
 def test_forward_leaves_no_gradient(client):
     client.forward([datum()], "cross_entropy")
     assert client.optim_step(LINEAR).result().metrics["empty_window:max"] == 1
-    assert logprobs(client) == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert logprobs(client) == close([HIT, HIT, MISS])
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_forward_leaves_no_gradient(client):
 def test_optim_step_takes_its_parameters_in_every_spelling(client, idiom):
     client.forward_backward([datum()], "cross_entropy")
     idiom(client, types.AdamParams(learning_rate=0.0)).result()
-    assert logprobs(client) == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert logprobs(client) == close([HIT, HIT, MISS])
     client.forward_backward([datum()], "cross_entropy")
     idiom(client, types.AdamParams(learning_rate=0.05)).result()
     assert logprobs(client)[2] > MISS + 0.1
@@ -109,7 +105,7 @@ def test_a_call_of_1025_samples_is_split_and_read_as_one(client):
     values = [output["logprobs"].tolist()[0] for output in result.loss_fn_outputs]
     assert len(values) == 1025
     expected = [HIT if i % 3 == 0 else MISS for i in range(1025)]
-    assert values == pytest.approx(expected, **CLOSE)
+    assert values == close(expected)
     # A sum of 1025 float32 values.
     assert result.metrics["loss:sum"] == pytest.approx(-sum(expected), abs=1e-2)
     assert result.metrics["tokens:sum"] == 1025
@@ -125,7 +121,7 @@ def test_more_than_four_mebibytes_pass_each_way_in_one_message(client):
     assert request.ByteSize() > 12 * 2**20
     result = client._core.submit([request], passes.output).result()
     assert sum(len(o["logprobs"].data) for o in result.loss_fn_outputs) == 1_100_000
-    assert result.loss_fn_outputs[-1]["logprobs"].data[:2] == pytest.approx([HIT, HIT], **CLOSE)
+    assert result.loss_fn_outputs[-1]["logprobs"].data[:2] == close([HIT, HIT])
 
 
 def test_a_large_call_is_split_into_messages_of_five_megabytes(fake):
@@ -148,8 +144,8 @@ def test_two_dimensional_targets_come_back_in_their_shape(client):
     ).result()
     output = result.loss_fn_outputs[0]["logprobs"]
     assert output.shape == [3, 2]
-    assert np.ravel(output.tolist()) == pytest.approx([HIT, MISS] * 3, **CLOSE)
-    assert result.metrics["loss:sum"] == pytest.approx(-(1.5 * HIT + 1.5 * MISS), **CLOSE)
+    assert np.ravel(output.tolist()) == close([HIT, MISS] * 3)
+    assert result.metrics["loss:sum"] == close(-(1.5 * HIT + 1.5 * MISS))
 
 
 def test_loss_config_reaches_the_loss(client):
@@ -159,7 +155,7 @@ def test_loss_config_reaches_the_loss(client):
     config = {"clip_low_threshold": 0.1, "clip_high_threshold": 100.0}
     free = client.forward([sample], "ppo", config).result().metrics["loss:sum"]
     named = client.forward([sample], "ppo", loss_fn_config=config).result().metrics["loss:sum"]
-    assert clipped == pytest.approx(-1.2, **CLOSE)
+    assert clipped == close(-1.2)
     assert free == named == pytest.approx(-np.exp(2.0), rel=1e-5)
 
 
@@ -256,7 +252,7 @@ def test_an_optim_step_sent_along_with_a_failure_changes_nothing(client):
         stepped.result()
     assert void.value.category is types.RequestErrorCategory.User
     assert void.value.request_id.endswith("/operations/3")
-    assert logprobs(client) == pytest.approx([HIT, HIT, MISS], **CLOSE)
+    assert logprobs(client) == close([HIT, HIT, MISS])
     client.forward_backward([datum()], "cross_entropy")
     client.optim_step(LINEAR).result()
     assert logprobs(client)[2] > MISS + 0.1

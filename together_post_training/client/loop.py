@@ -24,6 +24,7 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(ignore_spurious_wakeups)
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(
@@ -61,6 +62,17 @@ class BackgroundLoop:
 
         self.loop.call_soon_threadsafe(begin)
         return outcome
+
+
+def ignore_spurious_wakeups(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception handler for loops that use gRPC.
+
+    Where several loops of a process do, gRPC wakes all of them for each event, and those that find nothing fail in
+    `PollerCompletionQueue._handle_events`, to no harm. Can go when https://github.com/grpc/grpc/issues/25364 is fixed.
+    """
+    is_spurious = isinstance(context.get("exception"), BlockingIOError)
+    if not (is_spurious and "PollerCompletionQueue" in repr(context.get("handle"))):
+        loop.default_exception_handler(context)
 
 
 def _copy_outcome(task: asyncio.Task[T], future: Future[T]) -> None:
