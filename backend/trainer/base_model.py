@@ -7,14 +7,19 @@ wrap and configure as they like, over the same parameters.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from backend.trainer import builtin_models
 from backend.trainer.base import ModelInfo
@@ -131,9 +136,6 @@ def _find(source: str) -> Path:
 
 
 def _cached_snapshot(source: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -141,20 +143,40 @@ def _cached_snapshot(source: str) -> Path | None:
 
 
 def _load_module(source: str, directory: Path) -> PreTrainedModel:
-    # The option's return type is not in the signature.
-    module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-        directory,
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        local_files_only=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _without_progress_bar():
+        # The option's return type is not in the signature.
+        module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            directory,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     _check_complete(source, report)
+    _take_off_disk(module)
     module.eval()
     module.requires_grad_(False)
     return module
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Reading takes a second or two: whoever starts a server wants its own lines alone."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _take_off_disk(module: PreTrainedModel) -> None:
+    """Tensors are read as maps of the file: whoever wrote to it later would change the model in mid-training."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.detach().clone()
 
 
 def _check_complete(source: str, report: dict) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 # Tokens that a micro-batch holds unless one sample alone has more. Activations take memory in proportion; on a CPU
-# the time per token is flat from about 1,000 on.
+# the time per token is flat from about 500 on.
 DEFAULT_TOKEN_BUDGET = 2048
 
 

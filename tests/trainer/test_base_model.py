@@ -71,6 +71,15 @@ def test_half_precision_weights_are_read_as_float32(llama: Path):
     assert base.info.name == str(llama)
 
 
+def test_writing_to_the_file_later_does_not_change_a_loaded_model(llama: Path):
+    base = base_model.load("m", str(llama))
+    before = {name: p.clone() for name, p in base.module.named_parameters()}
+    size = (llama / "model.safetensors").stat().st_size
+    with (llama / "model.safetensors").open("r+b") as file:
+        file.write(bytes(size))
+    assert all(torch.equal(p, before[name]) for name, p in base.module.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
