@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-
-from transformers import AutoTokenizer
 
 from backend.generator.base import SampleCall, SampleResult
 from backend.generator.batch import Batch
@@ -16,7 +13,7 @@ from backend.generator.model_runner import ModelRunner
 from backend.generator.self_check import check_equals_transformers
 from backend.generator.sequences import Job
 from backend.generator.stepper import Stepper
-from backend.generator.stopping import Decode
+from backend.generator.text import load_decoder
 from backend.trainer.base import Adapter, ModelInfo
 from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
@@ -50,7 +47,7 @@ class EmbeddedGenerator:
         runner = ModelRunner(base)
         check_equals_transformers(base, runner)
         self._layers = runner.layers
-        self._decode = _decoder(base.tokenizer_dir)
+        self._decode = load_decoder(base.tokenizer_dir)
         self._snapshots: dict[str, SnapshotWeights] = {}
         self._is_closed = False
         cache = KVCache(_cache_tokens(base, cache_bytes))
@@ -120,16 +117,3 @@ def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
             f"give at least {window * per_token}, for one window"
         )
     return cache_bytes // per_token
-
-
-def _decoder(tokenizer_dir: Path | None) -> Decode | None:
-    """None without a tokenizer: then there are no stop strings."""
-    if tokenizer_dir is None:
-        return None
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return lambda tokens: backend.decode(list(tokens), skip_special_tokens=False)
-    return lambda tokens: tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )

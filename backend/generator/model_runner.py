@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -38,16 +39,25 @@ class ModelRunner:
         plan: attention.Plan,
     ) -> Tensor:
         """The last layer's normalised output, float32 (T, H). `spans`: which of the T tokens have adapters."""
-        self._routes.spans = spans
-        out = self._body(
-            input_ids=tokens_T[None],
-            position_ids=positions_T[None],
-            use_cache=False,
-            plan=plan,
-        )
+        with self._routed(spans):
+            out = self._body(
+                input_ids=tokens_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                plan=plan,
+            )
         return out.last_hidden_state[0]
 
     def logits(self, hidden_NH: Tensor, spans: Sequence[Span]) -> Tensor:
         """float32 (N, V). `spans`: which of the N rows have adapters."""
+        with self._routed(spans):
+            return self._head(hidden_NH)
+
+    @contextmanager
+    def _routed(self, spans: Sequence[Span]) -> Iterator[None]:
+        """For one forward: afterwards nothing here keeps a snapshot alive."""
         self._routes.spans = spans
-        return self._head(hidden_NH)
+        try:
+            yield
+        finally:
+            self._routes.spans = ()

@@ -18,7 +18,6 @@ from backend.generator.sampling import Controls
 from backend.generator.scoring import score_prompt
 from backend.generator.sequences import Prefill, Sample
 
-
 # 32 MB of float32 logits at a time, when prompts are scored.
 _CHUNK_VALUES = 2**23
 

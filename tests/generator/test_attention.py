@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ def test_packed_prompts_see_only_themselves(window, kv_heads):
     q, k, v = random_qkv(sum(lengths), kv_heads=kv_heads)
     got = PrefillPlan([(n, []) for n in lengths]).attend(0, q, k, v, scale=0.3, window=window)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    expected = torch.cat([plain(*part, 0.3, window) for part in parts], dim=1)
+    expected = torch.cat([plain(q, k, v, 0.3, window) for q, k, v in parts], dim=1)
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -105,5 +107,6 @@ def test_a_prompt_is_stored_for_each_of_its_samples():
 def test_attention_that_it_lacks_is_refused(feature):
     module = torch.nn.Module()
     q, k, v = random_qkv(3)
+    options: dict[str, Any] = {feature: 1.0}
     with pytest.raises(NotImplementedError, match=feature):
-        attention._attention(module, q, k, v, None, plan=PrefillPlan([(3, [])]), **{feature: 1.0})
+        attention._attention(module, q, k, v, None, plan=PrefillPlan([(3, [])]), **options)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from backend.generator import attention
 from backend.generator.embedded import EmbeddedGenerator
 from backend.trainer import base_model
 from tests import models
@@ -19,6 +20,7 @@ from tests.generator.oracle import (
     random_adapter,
     score,
 )
+from together_post_training.errors import PostTrainingError, Reason
 
 FAMILIES = [
     "llama",
@@ -197,10 +199,8 @@ def test_a_long_prompt_is_read_and_continued_right(tmp_path, wait, sample_all):
 
 def test_a_model_that_would_be_computed_differently_is_refused(base_of, monkeypatch):
     """As a model would be whose attention has a feature that this engine leaves out."""
-    from backend.generator import attention
-
     plain = attention._causal
     monkeypatch.setattr(attention, "_causal", lambda q, k, v, scale: 1.01 * plain(q, k, v, scale))
-    with pytest.raises(Exception, match="cannot be sampled from yet") as error:
+    with pytest.raises(PostTrainingError, match="cannot be sampled from yet") as error:
         EmbeddedGenerator(base_of("llama"))
-    assert error.value.reason == "UNIMPLEMENTED"
+    assert error.value.reason is Reason.UNIMPLEMENTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +23,13 @@ def random_logits(
     return rng.normal(scale=spread, size=(num_rows, vocab_size)).astype(np.float32)
 
 
-def controls(num_rows: int, *, temperature=1.0, top_k=0, top_p=1.0) -> Controls:
+def controls(
+    num_rows: int,
+    *,
+    temperature: npt.ArrayLike = 1.0,
+    top_k: npt.ArrayLike = 0,
+    top_p: npt.ArrayLike = 1.0,
+) -> Controls:
     return Controls(
         temperature=np.broadcast_to(np.asarray(temperature, np.float64), num_rows).copy(),
         top_k=np.broadcast_to(np.asarray(top_k, np.int64), num_rows).copy(),
