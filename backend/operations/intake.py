@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -25,6 +26,17 @@ T = TypeVar("T")
 
 # Below this a thread costs more than it saves.
 _OFF_LOOP_BYTES = 32 * 1024
+_MANY_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A request, encoded for the journal and decoded for the engine; `refusal`: why it cannot be."""
+
+    body: bytes
+    digest: bytes
+    work: Work | None
+    refusal: PostTrainingError | None
 
 
 class Intake:
@@ -58,26 +70,25 @@ class Intake:
         """
         if self._closed is not None:
             raise self._closed
-        is_large = _is_large(request)
-        body, digest = await _maybe_off_loop(is_large, lambda: _encode(request))
+        prepared = await _maybe_off_loop(request, lambda: _prepare(request, decode))
         _, sequence = _key(request)
         if not session.is_running and not session.sequencer.is_used(sequence):
             raise stopped(session.id)
-        if not session.sequencer.claim(sequence, digest):
+        if not session.sequencer.claim(sequence, prepared.digest):
             return await self._registry.get((session.id, sequence))
         operation = Operation(
             session=session,
             sequence=sequence,
             header=new_header(session.id, sequence, kind, self._clock()),
-            digest=digest,
+            digest=prepared.digest,
+            work=prepared.work,
             num_chunks=_optional(request, "num_chunks", 1),
             seen_through=_optional(request, "failures_seen_through", 0),
         )
+        if prepared.refusal is not None:
+            self._refuse(operation, prepared.refusal, pb.OPERATION_STATE_FAILED)
         self._expect(operation)
-        # A caller that hangs up does not take the submission back.
-        return await self._shielded(
-            self._decode_and_accept(operation, executor, body, decode, is_large)
-        )
+        return await self._shielded(self._accept(operation, executor, prepared.body))
 
     async def recall(self, request: Message) -> pb.Operation | None:
         """The answer to a submission that was accepted before its session ended; None: it was not.
@@ -89,7 +100,7 @@ class Intake:
         entry = await self._journal.get_operation(session, sequence)
         if entry is None:
             return None
-        _, digest = await _maybe_off_loop(_is_large(request), lambda: _encode(request))
+        _, digest = await _maybe_off_loop(request, lambda: _encode(request))
         check_same(sequence, entry.digest or None, digest)
         return entry.operation
 
@@ -114,23 +125,6 @@ class Intake:
         self._refuse(operation, error, state)
         self._expect(operation)
         return await self._shielded(self._accept(operation, executor, b""))
-
-    async def _decode_and_accept(
-        self,
-        operation: Operation,
-        executor: Executor,
-        body: bytes,
-        decode: Callable[[], Work],
-        is_large: bool,
-    ) -> pb.Operation:
-        try:
-            operation.work = await _maybe_off_loop(is_large, decode)
-        except PostTrainingError as error:
-            self._refuse(operation, error, pb.OPERATION_STATE_FAILED)
-        except BaseException as error:
-            self._forget(operation, error)
-            raise
-        return await self._accept(operation, executor, b"" if operation.refusal else body)
 
     async def _accept(self, operation: Operation, executor: Executor, body: bytes) -> pb.Operation:
         session = operation.session
@@ -161,6 +155,7 @@ class Intake:
         self._registry.forget(operation, error)
 
     async def _shielded(self, work: Awaitable[T]) -> T:
+        """A caller that hangs up does not take the submission back."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -173,7 +168,17 @@ def _key(request: Message) -> tuple[str, int]:
 
 
 def _is_large(request: Message) -> bool:
-    return request.ByteSize() > _OFF_LOOP_BYTES
+    """Whether it holds more than a few kilobytes of samples. (Measuring it all would take as long as encoding it.)"""
+    samples = getattr(request, "samples", ())
+    return len(samples) > _MANY_SAMPLES or sum(s.ByteSize() for s in samples) > _OFF_LOOP_BYTES
+
+
+def _prepare(request: Message, decode: Callable[[], Work]) -> _Prepared:
+    body, digest = _encode(request)
+    try:
+        return _Prepared(body=body, digest=digest, work=decode(), refusal=None)
+    except PostTrainingError as error:
+        return _Prepared(body=b"", digest=digest, work=None, refusal=error)
 
 
 def _encode(request: Message) -> tuple[bytes, bytes]:
@@ -187,5 +192,5 @@ def _optional(request: Message, field: str, default: int) -> int:
     return getattr(request, field)
 
 
-async def _maybe_off_loop(is_large: bool, function: Callable[[], T]) -> T:
-    return await asyncio.to_thread(function) if is_large else function()
+async def _maybe_off_loop(request: Message, function: Callable[[], T]) -> T:
+    return await asyncio.to_thread(function) if _is_large(request) else function()
