@@ -17,8 +17,8 @@ HIT = 4 - float(np.log(np.exp(4) + 15))  # -0.242738
 MISS = HIT - 4  # -4.242738
 
 # AdamW's first step is -lr * sign(g) at any scale of g. With an eps far above g it is -lr / eps * g
-# instead (to 1e-4 relative for |g| up to 1), which shows sums, factors and clipping.
-LINEAR = AdamParams(learning_rate=100.0, eps=1e4)
+# instead, -g / 100 to 1e-4 relative for |g| up to 100, which shows sums, factors and clipping.
+LINEAR = AdamParams(learning_rate=1e4, eps=1e6)
 
 
 def sample(tokens: Sequence[int], targets: Sequence, **inputs: Sequence | np.ndarray) -> Sample:

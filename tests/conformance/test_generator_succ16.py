@@ -84,6 +84,18 @@ def test_temperature_sets_the_share_of_the_likeliest(succ16: Bench, temperature,
     np.testing.assert_allclose(logprobs, np.where(tokens == 4, HIT, MISS), atol=TOL)
 
 
+def test_positions_of_a_sample_are_drawn_independently(succ16: Bench):
+    """At temperature 5 tokens are nearly uniform: neighbours in 2000 samples do not correlate."""
+    asked = call([3], num_samples=2000, max_tokens=3, temperature=5.0)
+    tokens = np.array([s.tokens for s in succ16.sample(asked).sequences])
+    steps = (np.diff(tokens, axis=1) % 16).astype(float)
+    # A share of .129197 of hits, whatever came before; 4.5 standard deviations.
+    both = np.mean((steps == 1).all(axis=1))
+    assert both == pytest.approx(0.016692, abs=4.5 * np.sqrt(0.016692 / 2000))
+    for first, second in ((tokens[:, 0], tokens[:, 1]), (tokens[:, 1], tokens[:, 2])):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.1 + 4.5 / np.sqrt(2000)
+
+
 def test_top_k_above_the_vocabulary_and_0_keep_all(succ16: Bench):
     free = call([3], num_samples=8, max_tokens=12, temperature=5.0)
     expected = [s.tokens.tolist() for s in succ16.sample(free).sequences]
