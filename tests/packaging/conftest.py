@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environments import REPOSITORY, Environment, create, run
+from tests.packaging.environments import OLDEST_TINKER, REPOSITORY, Environment, create, run
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +34,23 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 
 @pytest.fixture(scope="session")
 def official_sdk(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The wheels of Together's own SDK and of what its import needs that this environment lacks.
+    """Together's own SDK, and what its import needs that this environment lacks."""
+    return download(tmp_path_factory.mktemp("sdk"), "together==3.1.1", "detect-agent==0.6.0")
 
-    Needs a package registry, and fails without one.
-    """
-    target = tmp_path_factory.mktemp("sdk")
+
+@pytest.fixture(scope="session")
+def oldest_tinker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The oldest version of Tinker's SDK that the project says it works with."""
+    (wheel,) = download(tmp_path_factory.mktemp("tinker"), f"tinker=={OLDEST_TINKER}")
+    return wheel
+
+
+def download(target: Path, *requirements: str) -> tuple[str, ...]:
+    """Their wheels. Needs a package registry, and fails without one."""
     run(
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(target)),
-        *("together==3.1.1", "detect-agent==0.6.0"),
+        *requirements,
     )
     wheels = tuple(sorted(str(path) for path in target.glob("*.whl")))
-    assert len(wheels) == 2, wheels
+    assert len(wheels) == len(requirements), wheels
     return wheels

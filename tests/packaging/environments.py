@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+OLDEST_TINKER = "0.23.1"
 
 
 @dataclass(frozen=True, slots=True)

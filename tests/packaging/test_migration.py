@@ -6,7 +6,9 @@ from tools.migration_tables import Outcome, Row, client_rows
 
 def test_migration_tables_are_fresh():
     document = migration_tables.DOCUMENT.read_text()
-    assert migration_tables.render(document) == document, "run `make docs` and commit what it changes"
+    assert migration_tables.render(document) == document, (
+        "run `make docs` and commit what it changes"
+    )
 
 
 def test_client_rows_tell_accepted_from_warned_and_refused():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environments import REPOSITORY, Environment
+from tests.packaging.environments import OLDEST_TINKER, REPOSITORY, Environment
 
 SWAP = """
 import tinker
@@ -28,6 +28,27 @@ assert swapped.BadRequestError is tinker.BadRequestError
 assert swapped.__version__
 missing = [name for name in tinker.__all__ if not hasattr(swapped, name)]
 assert not missing, missing
+"""
+
+# As scripts of 0.23 are written: clients are used as they are returned.
+TRAIN = """
+import os
+os.environ["TOGETHER_POST_TRAINING_STORE"] = os.path.abspath("store")
+training = swapped.ServiceClient().create_lora_training_client("builtin:bigram16", rank=4)
+datum = swapped.Datum(
+    model_input=swapped.ModelInput.from_ints([3, 4, 5, 9]),
+    loss_fn_inputs={"target_tokens": [4, 5, 9, 10], "weights": [1.0] * 4},
+)
+losses = []
+for _ in range(3):
+    passed = training.forward_backward([datum], "cross_entropy")
+    training.optim_step(swapped.AdamParams(learning_rate=0.1))
+    losses.append(passed.result().metrics["loss:sum"])
+assert losses[2] < losses[0] / 2, losses
+sampler = training.save_weights_and_get_sampling_client()
+params = swapped.SamplingParams(max_tokens=4, temperature=0.0, stop=[])
+sample = sampler.sample(swapped.ModelInput.from_ints([3]), 1, params).result()
+assert sample.sequences[0].tokens == [4, 5, 9, 10], sample
 """
 
 
@@ -72,6 +93,19 @@ def test_editable_install_gives_the_swapped_import(environment: Environment):
     environment.install("--editable", str(REPOSITORY))
     environment.execute(SWAP + "import backend.cli\n")
     assert (environment.directory / "bin" / "together-post-training").exists()
+
+
+@pytest.mark.registry
+def test_oldest_tinker_trains_and_samples(
+    wheel: Path, oldest_tinker: str, environment: Environment
+):
+    assert f'"tinker>={OLDEST_TINKER}"' in (REPOSITORY / "pyproject.toml").read_text()
+    environment.install(oldest_tinker, str(wheel))
+    environment.execute(
+        f"import tinker; assert tinker.__version__ == {OLDEST_TINKER!r}, tinker.__version__\n"
+        + SWAP
+        + TRAIN
+    )
 
 
 @pytest.mark.registry
