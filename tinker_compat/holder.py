@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import sys
@@ -44,8 +43,11 @@ class Holder:
         self._sessions: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
         self._operations: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._owner = os.getpid()
-        self._at_exit = functools.partial(_finish_at_exit, weakref.ref(self))
-        atexit.register(self._at_exit)
+        self.tokenizers: dict[str, Any] = {}
+        _holders.add(self)
+        # Exit functions run last registered first: this one before that of an embedded server, which came before.
+        atexit.unregister(_finish_at_exit)
+        atexit.register(_finish_at_exit)
 
     def get_session_id(self) -> str:
         return self._session_id
@@ -78,7 +80,6 @@ class Holder:
 
     def close(self, *, finish: bool = True) -> OperationFuture[None]:
         """Ends the training sessions on the server, after their operations if `finish`, and the connection."""
-        atexit.unregister(self._at_exit)
         was_closed, self._is_closed = self._is_closed, True
         return completed(None) if was_closed else start(self._close(finish))
 
@@ -107,7 +108,9 @@ class Holder:
             wait(running, timeout=None if is_ours else _EXIT_WAIT_S)
 
 
-def _finish_at_exit(holder: weakref.ref[Holder]) -> None:
-    alive = holder()
-    if alive is not None:
-        alive.finish_at_exit()
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    for holder in list(_holders):
+        holder.finish_at_exit()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinker import types
@@ -163,23 +165,30 @@ class SamplingClient:
         """Nothing is collected."""
 
     def get_sampler_handle(self) -> str:
-        refuse("get_sampler_handle is not supported; pickle the client instead.")
+        """The client as text, for another process; without its key and headers."""
+        state = replace(self._state(), key=None, headers=())
+        return base64.urlsafe_b64encode(json.dumps(asdict(state)).encode()).decode()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        refuse("from_sampler_handle is not supported; pickle the client instead.")
+        """The key is the argument, else the environment's, as for ServiceClient."""
+        fields = json.loads(base64.urlsafe_b64decode(handle))
+        key = resolve_key(api_key, os.environ)
+        return _rebuild(SamplerState(**{**fields, "key": key, "headers": ()}))
 
     def __reduce__(self) -> tuple[Any, tuple[SamplerState]]:
+        return _rebuild, (self._state(),)
+
+    def _state(self) -> SamplerState:
         sampler = self._core.sampler
         connection = sampler.connection
-        state = SamplerState(
+        return SamplerState(
             address=str(connection.address),
             key=connection.key,
             headers=tuple(connection.headers.items()),
             snapshot=sampler.snapshot,
             base_model=sampler.base_model,
         )
-        return _rebuild, (state,)
 
 
 class BackcompatSamplingClientFuture(ClientFuture[SamplingClient], SamplingClient):

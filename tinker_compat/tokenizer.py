@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,21 @@ _MARKERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab
 
 
 def get_tokenizer(holder: Holder, base_model: str) -> Any:
-    """The transformers tokenizer of a model; loaded once per process.
+    """The transformers tokenizer of a model; loaded once.
 
     Raises:
         NotFoundError: where the server does not know the model, or the model has no tokenizer.
         ImportError: without transformers.
     """
-    directory = local_directory(base_model)
-    if directory is None:
-        cache = cache_directory(os.environ)
-        directory = holder.start(fetch(holder.connection, base_model, cache)).result()
-    return _load(directory)
+    if base_model not in holder.tokenizers:
+        directory = local_directory(base_model)
+        if directory is None:
+            cache = cache_directory(os.environ)
+            fetched = holder.start(fetch(holder.connection, base_model, cache))
+            # Not fetched.result(): async programs call this too, and have no other way.
+            directory = Future.result(fetched)
+        holder.tokenizers[base_model] = _load(directory)
+    return holder.tokenizers[base_model]
 
 
 def local_directory(base_model: str) -> Path | None:

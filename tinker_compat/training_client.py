@@ -98,7 +98,6 @@ class TrainingClient:
         self,
         data: Sequence[types.Datum],
         loss_fn: custom_loss.LossFn,
-        *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Passed:
         """A loss of your own: `loss_fn(data, logprobs) -> (loss, metrics)`, run in a thread of this process.
@@ -113,7 +112,6 @@ class TrainingClient:
         self,
         data: Sequence[types.Datum],
         loss_fn: custom_loss.LossFn,
-        *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Passed:
         await self._ready()
@@ -293,6 +291,9 @@ class TrainingClient:
 
     def get_telemetry(self) -> None:
         """Nothing is collected."""
+
+    def get_console_url(self) -> str:
+        refuse("get_console_url is not supported: this service has no console.")
 
     def save_weights_external(self, *args: Any, **kwargs: Any) -> Any:
         refuse(

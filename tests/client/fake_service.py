@@ -79,6 +79,8 @@ class FakeService:
         self.unfinished: set[int] = set()
         # Raises to fail an operation.
         self.behave: Callable[[Any], None] = lambda request: None
+        # By base model.
+        self.tokenizers: dict[str, catalog_pb2.GetTokenizerResponse] = {}
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(ignore_spurious_wakeups)
@@ -118,7 +120,7 @@ class FakeService:
     async def _start(self) -> None:
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 256 * 2**20)]
         self._server = grpc.aio.server(options=options, interceptors=[_Faulty(self)])
-        catalog_pb2_grpc.add_CatalogServiceServicer_to_server(_Catalog(), self._server)
+        catalog_pb2_grpc.add_CatalogServiceServicer_to_server(_Catalog(self), self._server)
         sessions_pb2_grpc.add_SessionServiceServicer_to_server(_Sessions(self), self._server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(_Trainer(self), self._server)
         operations_pb2_grpc.add_OperationServiceServicer_to_server(_Operations(self), self._server)
@@ -240,6 +242,12 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 class _Catalog(catalog_pb2_grpc.CatalogServiceServicer):
+    def __init__(self, fake: FakeService) -> None:
+        self._fake = fake
+
+    async def GetTokenizer(self, request: Any, context: Any) -> catalog_pb2.GetTokenizerResponse:
+        return self._fake.tokenizers[request.base_model]
+
     async def GetServerInfo(self, request: Any, context: Any) -> catalog_pb2.ServerInfo:
         return catalog_pb2.ServerInfo(version="fake")
 

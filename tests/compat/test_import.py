@@ -142,3 +142,39 @@ else:
 import tinker_compat.types
 """
     )
+
+
+SCRIPT = """
+import sys
+import together.post_training.tinker as tinker
+from together.post_training import tinker as again
+from together.post_training.tinker.types import Datum
+assert tinker is again
+print(tinker.ServiceClient.__module__, Datum.__module__, sys.argv[1:], __name__)
+"""
+
+
+@pytest.mark.parametrize("sdk", ["absent", "without post-training", "present"])
+def test_a_script_can_be_run_against_ours_whatever_is_installed(tmp_path, sdk):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "torch.py").write_text("raise ImportError('without')")
+    if sdk != "absent":
+        package = tmp_path / "together"
+        package.mkdir()
+        (package / "__init__.py").write_text("real = True")
+        if sdk == "present":
+            (package / "post_training" / "tinker").mkdir(parents=True)
+            (package / "post_training" / "__init__.py").write_text("")
+            (package / "post_training" / "tinker" / "__init__.py").write_text("real = True")
+    done = subprocess.run(
+        [sys.executable, "-m", "tinker_compat", str(script), "a", "--b"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PATH}"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "tinker_compat.service_client tinker ['a', '--b'] __main__", (
+        done.stderr
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import multiprocessing
 import os
 import pickle
@@ -61,6 +62,21 @@ def test_pickled_sampling_clients_sample_from_the_same_weights(client):
         assert type(copy) is tinker.SamplingClient
         assert copy.compute_logprobs(prompt(3, 9)).result() == expected
         assert copy.get_base_model() == MODEL
+
+
+def test_a_handle_is_a_client_without_its_secrets(address, sampler, monkeypatch):
+    secret = tinker.ServiceClient(
+        base_url=address, api_key="tml-secret", default_headers_overrides={"x-token": "hidden"}
+    ).create_sampling_client(base_model=MODEL)
+    handle = secret.get_sampler_handle()
+    assert not {"tml-secret", "hidden"} & set(base64.urlsafe_b64decode(handle).decode().split('"'))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-other")
+    copy = tinker.SamplingClient.from_sampler_handle(handle)
+    assert copy.holder.connection.key == "tml-other"
+    assert (
+        tinker.SamplingClient.from_sampler_handle(handle, api_key="k").holder.connection.key == "k"
+    )
+    assert score(copy) == score(sampler)
 
 
 def score(sampler: tinker.SamplingClient) -> list[float | None]:
