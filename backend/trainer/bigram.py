@@ -191,31 +191,20 @@ class BigramTrainer:
         state.adapter, state.optimizer, state.logprobs = adapter, optimizer, None
         return {"unclipped_grad_l2:mean": norm}
 
+    # Adapters and moments are values: steps and loads replace them, so handing them out copies nothing.
+
     def adapter(self, session: str) -> Adapter:
-        adapter = self._session(session).adapter
-        return replace(adapter, tensors=_copy(adapter.tensors))
+        return self._session(session).adapter
 
     def optimizer_state(self, session: str) -> OptimizerState:
-        optimizer = self._session(session).optimizer
-        return replace(
-            optimizer,
-            exp_avg=_copy(optimizer.exp_avg),
-            exp_avg_sq=_copy(optimizer.exp_avg_sq),
-        )
+        return self._session(session).optimizer
 
     def load(self, session: str, adapter: Adapter, optimizer: OptimizerState | None) -> None:
         state = self._session(session)
-        lora = state.adapter.lora
         shapes = {name: array.shape for name, array in state.adapter.tensors.items()}
-        check_adapter(adapter, optimizer, lora, shapes)
-        state.adapter = Adapter(lora=lora, tensors=_copy(adapter.tensors))
-        state.optimizer = _fresh_moments(adapter)
-        if optimizer is not None:
-            state.optimizer = OptimizerState(
-                num_steps=optimizer.num_steps,
-                exp_avg=_copy(optimizer.exp_avg),
-                exp_avg_sq=_copy(optimizer.exp_avg_sq),
-            )
+        check_adapter(adapter, optimizer, state.adapter.lora, shapes)
+        state.adapter = replace(state.adapter, tensors=adapter.tensors)
+        state.optimizer = optimizer or _fresh_moments(adapter)
         state.gradient = state.logprobs = None
 
     def _gradient(
@@ -315,10 +304,6 @@ def _adam_state(state: _Session, name: str) -> AdamState:
 
 def _sum(kept: dict[str, Array] | None, added: dict[str, Array]) -> dict[str, Array]:
     return added if kept is None else {name: kept[name] + added[name] for name in added}
-
-
-def _copy(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: array.astype(np.float32, copy=True) for name, array in tensors.items()}
 
 
 def _require_finite(tensors: Mapping[str, Array], session: str, what: str) -> None:
