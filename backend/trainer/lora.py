@@ -11,7 +11,8 @@ Backward adds the adapter's gradients straight into buffers that its owner provi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +65,19 @@ class Segment:
 
 
 class Routing:
-    """Which segments the forward in progress has. One for all layers of a model; its owner sets it."""
+    """Which segments the forward in progress has. One for all layers of a model."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
+
+    @contextmanager
+    def over(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Names them for one forward, and holds on to nobody's weights after it."""
+        self.segments = tuple(segments)
+        try:
+            yield
+        finally:
+            self.segments = ()
 
 
 class LoraLinear(nn.Module):

@@ -125,8 +125,7 @@ class PackedModel:
             segments: in ascending order, covering the row.
             for_backward: keeps what `Forward.backward` needs.
         """
-        self._routing.segments = tuple(segments)
-        with torch.set_grad_enabled(for_backward):
+        with self._routing.over(segments), torch.set_grad_enabled(for_backward):
             hidden = self._view.base_model(
                 input_ids=row.input_ids,
                 position_ids=row.position_ids,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -184,3 +186,12 @@ def test_resuming_with_moments_equals_never_stopping(trainer: TorchTrainer):
     for session in ("whole", "resumed"):
         train(trainer, session, [random_sample(3, 128, 9)], adam=adam)
     assert not changed(trainer.adapter("whole"), trainer.adapter("resumed"))
+
+
+def test_deleted_session_frees_its_memory(trainer: TorchTrainer):
+    trainer.create_session("s", LORA)
+    train(trainer, "s", [random_sample(1, 128, 9)], adam=AdamParams())
+    weights = weakref.ref(trainer._slots["s"].weights)
+    trainer.delete_session("s")
+    gc.collect()
+    assert weights() is None
