@@ -32,7 +32,7 @@ from backend.trainer.base import (
     PassResult,
 )
 from backend.trainer.checks import check_adam, check_adapter, check_lora
-from together_post_training import losses
+from backend.trainer.objective import Objective
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Limits, Sample
 
@@ -161,12 +161,13 @@ class BigramTrainer:
         if state.logprobs is None:
             state.logprobs = self._model.logprobs(state.adapter)
         logprobs = [_target_logprobs(state.logprobs, sample) for sample in work.samples]
-        derivatives, metrics = _objective(work, logprobs)
+        objective = Objective(work)
+        derivatives = objective.evaluate(range(len(logprobs)), logprobs)
         if work.backward:
             gradient = self._gradient(state, work.samples, derivatives)
             _require_finite(gradient, work.session, "the gradient of")
             state.gradient = _sum(state.gradient, gradient)
-        return PassResult(logprobs=logprobs, metrics=metrics)
+        return PassResult(logprobs=logprobs, metrics=objective.metrics())
 
     def has_gradients(self, session: str) -> bool:
         return self._session(session).gradient is not None
@@ -256,21 +257,6 @@ def _contexts(sample: Sample) -> Array:
 def _target_logprobs(table: Array, sample: Sample) -> Array:
     """float32, the shape of the targets."""
     return table[_contexts(sample), sample.inputs["target_tokens"]].astype(np.float32)
-
-
-def _objective(work: Pass, logprobs: Sequence[Array]) -> tuple[list[Array], dict[str, float]]:
-    """(d objective / d logprob of each sample, metrics)."""
-    num_tokens = sum(sample.num_tokens for sample in work.samples)
-    if work.gradients is not None:
-        return [np.asarray(g, np.float64) for g in work.gradients], {
-            "tokens:sum": float(num_tokens)
-        }
-    params = losses.complete_params(work.loss, work.params)
-    values = [
-        losses.evaluate(work.loss, lp, sample.inputs, params, sample=i)
-        for i, (lp, sample) in enumerate(zip(logprobs, work.samples, strict=True))
-    ]
-    return [value.gradient for value in values], losses.summarize(values, num_tokens)
 
 
 def _stepped(
