@@ -24,7 +24,7 @@ MIN_CHUNK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Targets:
+class TargetTokens:
     """The tokens that are scored: one or several for each of T rows, E in all.
 
     ids: int64 (E,), row by row.
@@ -34,28 +34,28 @@ class Targets:
     ids: Tensor
     rows: Tensor
 
-    def select(self, rows: Tensor, num_rows: int) -> tuple[Targets, Tensor]:
+    def select(self, rows: Tensor, num_rows: int) -> tuple[TargetTokens, Tensor]:
         """(the targets of these ascending rows, renumbered; where they stood)."""
         renumbered = torch.full((num_rows,), -1).index_copy_(0, rows, torch.arange(len(rows)))
         new_rows = renumbered[self.rows]
         kept = (new_rows >= 0).nonzero().squeeze(1)
-        return Targets(ids=self.ids[kept], rows=new_rows[kept]), kept
+        return TargetTokens(ids=self.ids[kept], rows=new_rows[kept]), kept
 
-    def between(self, start: int, stop: int) -> tuple[Targets, slice]:
+    def between(self, start: int, stop: int) -> tuple[TargetTokens, slice]:
         """(the targets of rows start..stop, numbered from 0; where they stood)."""
         bounds = torch.searchsorted(self.rows, torch.tensor([start, stop]))
         here = slice(int(bounds[0]), int(bounds[1]))
-        return Targets(ids=self.ids[here], rows=self.rows[here] - start), here
+        return TargetTokens(ids=self.ids[here], rows=self.rows[here] - start), here
 
 
-def targets_of(arrays: list[np.ndarray]) -> Targets:
+def targets_of(arrays: list[np.ndarray]) -> TargetTokens:
     """Of packed samples: each array is (N,) or (N, K), and N rows take its values."""
     ids = np.concatenate([array.reshape(-1) for array in arrays])
     widths = np.concatenate(
         [np.full(len(array), 1 if array.ndim == 1 else array.shape[1]) for array in arrays]
     )
     rows = np.repeat(np.arange(len(widths)), widths)
-    return Targets(ids=torch.from_numpy(ids), rows=torch.from_numpy(rows))
+    return TargetTokens(ids=torch.from_numpy(ids), rows=torch.from_numpy(rows))
 
 
 class Head:
@@ -69,7 +69,9 @@ class Head:
         self._buffer = torch.empty(0, vocab_size)
 
     @torch.no_grad()
-    def logprobs(self, hidden_TH: Tensor, targets: Targets, lora: LoraWeights | None) -> Tensor:
+    def logprobs(
+        self, hidden_TH: Tensor, targets: TargetTokens, lora: LoraWeights | None
+    ) -> Tensor:
         """float32 (E,)."""
         logprobs = torch.empty(len(targets.ids))
         for start, stop in self._chunks(len(hidden_TH)):
@@ -80,7 +82,7 @@ class Head:
 
     @torch.no_grad()
     def backward(
-        self, hidden_TH: Tensor, targets: Targets, gradient: Tensor, lora: LoraWeights | None
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
     ) -> tuple[Tensor, Tensor]:
         """Scores and differentiates in one sweep; adds the adapter's gradients to its buffers.
 
@@ -105,7 +107,7 @@ class Head:
         return logprobs, grad_hidden
 
     def _sweep(
-        self, hidden_TH: Tensor, targets: Targets, gradient: Tensor, lora: LoraWeights | None
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets.ids))
         grad_hidden = torch.empty_like(hidden_TH)
@@ -134,7 +136,7 @@ class Head:
         return logits_CV, None if lora is None else lora.add_to(logits_CV, hidden_CH)
 
 
-def _softmax_(logits_CV: Tensor, targets: Targets) -> Tensor:
+def _softmax_(logits_CV: Tensor, targets: TargetTokens) -> Tensor:
     """Turns logits into probabilities, in place, and returns the log-probabilities of the targets.
 
     The normaliser comes from the largest entry of each row, whose probability is at least 1/V and so never
@@ -147,7 +149,7 @@ def _softmax_(logits_CV: Tensor, targets: Targets) -> Tensor:
     return at_target - log_normaliser[targets.rows]
 
 
-def _to_gradient_(probabilities_CV: Tensor, targets: Targets, gradient: Tensor) -> None:
+def _to_gradient_(probabilities_CV: Tensor, targets: TargetTokens, gradient: Tensor) -> None:
     """Turns probabilities into d loss / d logits, in place."""
     by_row = torch.zeros(len(probabilities_CV)).index_add_(0, targets.rows, gradient)
     probabilities_CV.mul_(by_row.neg_().unsqueeze(1))

@@ -18,7 +18,7 @@ from backend.trainer.adapter_slot import Layer
 from backend.trainer.attention import PACKED
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
-from backend.trainer.head import CHUNK_VALUES, Head, Targets, targets_of
+from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
 from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
 from backend.trainer.packing import Run, runs_of
 from together_post_training.errors import Reason, fail
@@ -41,13 +41,13 @@ class PackedRow:
     input_ids: Tensor
     position_ids: Tensor
     runs: tuple[Run, ...]
-    targets: Targets
+    targets: TargetTokens
 
 
 def pack(samples: Sequence[Sample]) -> PackedRow:
     """Neighbours of equal length should lie together already: attention computes them as one batch."""
     lengths = [sample.num_tokens for sample in samples]
-    tokens = np.concatenate([sample.tokens for sample in samples])
+    tokens = np.concatenate([sample.tokens for sample in samples], dtype=np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
     return PackedRow(
         input_ids=torch.from_numpy(tokens).unsqueeze(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,10 @@ def load(directory: Path, adapter: Adapter) -> Oracle:
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         save_file(dict(adapter.tensors), Path(folder) / "adapter_model.safetensors")
-        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
+        with warnings.catch_warnings():
+            # PEFT warns of an adapter on a tied head: it trains the head apart from the embedding, as we do.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            model = PeftModel.from_pretrained(base, folder, is_trainable=True)
     return Oracle(model=model.double())
 
 
