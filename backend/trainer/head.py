@@ -83,27 +83,36 @@ class Head:
     @torch.no_grad()
     def backward(
         self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
-    ) -> tuple[Tensor, Tensor]:
-        """Scores and differentiates in one sweep; adds the adapter's gradients to its buffers.
+    ) -> Tensor:
+        """Adds the adapter's gradients to its buffers; rows without a gradient cost nothing.
 
         Args:
             gradient: d loss / d lp, float32 (E,).
 
         Returns:
-            (logprobs (E,), d loss / d hidden (T, H)).
+            d loss / d hidden (T, H).
         """
-        logprobs = torch.empty(len(targets.ids))
         grad_hidden = torch.zeros_like(hidden_TH)
-        by_row = torch.zeros(len(hidden_TH)).index_add_(0, targets.rows, gradient.abs())
-        silent, active = (by_row == 0).nonzero().squeeze(1), by_row.nonzero().squeeze(1)
-        if len(silent):
-            chosen, where = targets.select(silent, len(hidden_TH))
-            logprobs[where] = self.logprobs(hidden_TH[silent], chosen, lora)
-        if len(active):
-            chosen, where = targets.select(active, len(hidden_TH))
-            logprobs[where], grad_hidden[active] = self._sweep(
-                hidden_TH[active], chosen, gradient[where], lora
-            )
+        rows = _rows_with(gradient, targets, len(hidden_TH)).nonzero().squeeze(1)
+        chosen, where = targets.select(rows, len(hidden_TH))
+        _, grad_hidden[rows] = self._sweep(hidden_TH[rows], chosen, gradient[where], lora)
+        return grad_hidden
+
+    @torch.no_grad()
+    def score_and_backward(
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs (E,), d loss / d hidden), as `backward`; logits of a row are computed once for both."""
+        logprobs, grad_hidden = torch.empty(len(targets.ids)), torch.zeros_like(hidden_TH)
+        is_active = _rows_with(gradient, targets, len(hidden_TH))
+        rows = is_active.nonzero().squeeze(1)
+        chosen, where = targets.select(rows, len(hidden_TH))
+        logprobs[where], grad_hidden[rows] = self._sweep(
+            hidden_TH[rows], chosen, gradient[where], lora
+        )
+        rows = (~is_active).nonzero().squeeze(1)
+        chosen, where = targets.select(rows, len(hidden_TH))
+        logprobs[where] = self.logprobs(hidden_TH[rows], chosen, lora)
         return logprobs, grad_hidden
 
     def _sweep(
@@ -134,6 +143,11 @@ class Head:
         if self._bias is not None:
             logits_CV += self._bias
         return logits_CV, None if lora is None else lora.add_to(logits_CV, hidden_CH)
+
+
+def _rows_with(gradient: Tensor, targets: TargetTokens, num_rows: int) -> Tensor:
+    """bool (T,): whether a row has any target whose logprob matters."""
+    return torch.zeros(num_rows).index_add_(0, targets.rows, gradient.abs()) > 0
 
 
 def _softmax_(logits_CV: Tensor, targets: TargetTokens) -> Tensor:

@@ -5,7 +5,7 @@ Which session's adapter applies to which tokens is said for each forward by its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -70,31 +70,39 @@ class Forward:
 
     def logprobs(self) -> Tensor:
         """float32 (E,)."""
-        logprobs = torch.empty(len(self._row.targets.ids))
-        for segment in self._segments:
-            rows = slice(segment.start, segment.stop)
-            chosen, where = self._row.targets.between(segment.start, segment.stop)
-            logprobs[where] = self._head.logprobs(
-                self._hidden.detach()[rows], chosen, segment.weights.get(HEAD_PATH)
-            )
-        return logprobs
+        parts = [
+            self._head.logprobs(hidden, targets, lora) for hidden, targets, _, lora in self._parts()
+        ]
+        return torch.cat(parts)
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Adds to the gradients of the segments' adapters, given d loss / d logprob (E,); returns logprobs (E,)."""
-        logprobs = torch.empty(len(self._row.targets.ids))
-        grad_hidden = torch.zeros_like(self._hidden)
+    def backward(self, gradient: Tensor) -> None:
+        """Adds to the gradients of the segments' adapters, given d loss / d logprob, float32 (E,)."""
+        parts = [
+            self._head.backward(hidden, targets, gradient[where], lora)
+            for hidden, targets, where, lora in self._parts()
+        ]
+        self._body_backward(torch.cat(parts))
+
+    def score_and_backward(self, gradient: Tensor) -> Tensor:
+        """Both at once, for less than the two one after the other."""
+        parts = [
+            self._head.score_and_backward(hidden, targets, gradient[where], lora)
+            for hidden, targets, where, lora in self._parts()
+        ]
+        self._body_backward(torch.cat([grad_hidden for _, grad_hidden in parts]))
+        return torch.cat([logprobs for logprobs, _ in parts])
+
+    def _parts(self) -> Iterator[tuple[Tensor, TargetTokens, slice, LoraWeights | None]]:
+        """Of each segment: hidden states, targets and where they stand in the row, the head's adapter."""
         for segment in self._segments:
-            rows = slice(segment.start, segment.stop)
-            chosen, where = self._row.targets.between(segment.start, segment.stop)
-            logprobs[where], grad_hidden[rows] = self._head.backward(
-                self._hidden.detach()[rows],
-                chosen,
-                gradient[where],
-                segment.weights.get(HEAD_PATH),
-            )
+            targets, where = self._row.targets.between(segment.start, segment.stop)
+            hidden = self._hidden.detach()[segment.start : segment.stop]
+            yield hidden, targets, where, segment.weights.get(HEAD_PATH)
+
+    def _body_backward(self, grad_hidden: Tensor) -> None:
+        # An adapter of the head alone leaves nothing to do below it.
         if self._hidden.requires_grad:
             self._hidden.backward(grad_hidden)
-        return logprobs
 
 
 class PackedModel:

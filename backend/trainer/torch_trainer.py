@@ -102,9 +102,8 @@ class TorchTrainer:
         segment = whole_row(row, slot.by_path, slot.weights)
         forward = self._packed.forward(row, [segment], for_backward=work.backward)
         if work.backward and objective.is_linear:
-            # The head computes logprobs and their gradient at once.
-            flat = forward.backward(_join(objective.linear_derivative(chosen)))
-            logprobs = _split(flat, samples)
+            derivative = objective.linear_derivative(chosen)
+            logprobs = _split(forward.score_and_backward(_join(derivative)), samples)
             objective.evaluate(chosen, logprobs)
             return logprobs
         logprobs = _split(forward.logprobs(), samples)

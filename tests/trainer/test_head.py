@@ -73,7 +73,7 @@ def test_head_equals_float64_autograd(bias, with_adapter, chunk_values):
     gradient[10:60] = 0
     hidden_TH = hidden(200)
     head = Head(layer, chunk_values)
-    logprobs, grad_hidden = head.backward(hidden_TH, targets, gradient, lora)
+    logprobs, grad_hidden = head.score_and_backward(hidden_TH, targets, gradient, lora)
     got = [logprobs, grad_hidden] + ([lora.grad_a, lora.grad_b] if lora else [])
     for one, other in zip(got, reference(layer, hidden_TH, arrays, lora, gradient), strict=True):
         tolerance = 1e-5 * float(other.abs().max())
@@ -85,14 +85,14 @@ def test_scores_are_the_same_with_and_without_a_gradient():
     targets = targets_of(random_targets((20,), (5, 3)))
     scored = head.logprobs(hidden(25), targets, lora)
     for gradient in (torch.ones(35), torch.arange(35.0) % 2):
-        assert torch.equal(head.backward(hidden(25), targets, gradient, lora)[0], scored)
+        assert torch.equal(head.score_and_backward(hidden(25), targets, gradient, lora)[0], scored)
 
 
 def test_targets_listed_twice_count_twice():
     """Densified sparse targets repeat token 0."""
     arrays = [np.array([[5, 5, 0, 0]])]
     gradient = torch.tensor([1.0, 0.5, 0.25, 0.0])
-    _, got = Head(linear()).backward(hidden(1), targets_of(arrays), gradient, None)
+    got = Head(linear()).backward(hidden(1), targets_of(arrays), gradient, None)
     _, wanted = reference(linear(), hidden(1), arrays, None, gradient)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -111,14 +111,17 @@ def test_logprobs_far_below_underflow_are_exact(scale):
 def test_a_certain_target_has_logprob_zero_and_no_gradient():
     layer = linear(scale=1e4)
     best = (hidden(8) @ layer.weight.T).argmax(dim=1).numpy()
-    logprobs, grad_hidden = Head(layer).backward(hidden(8), targets_of([best]), torch.ones(8), None)
+    logprobs, grad_hidden = Head(layer).score_and_backward(
+        hidden(8), targets_of([best]), torch.ones(8), None
+    )
     assert torch.equal(logprobs, torch.zeros(8))
     assert torch.equal(grad_hidden, torch.zeros(8, HIDDEN))
 
 
-def test_logits_of_more_than_one_chunk_never_exist(monkeypatch):
-    """Every product with the vocabulary is counted, by its rows."""
-    rows = []
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of every product with the vocabulary."""
+    rows: list[int] = []
     product = torch.mm
 
     def counted(left, right, **options):
@@ -127,9 +130,29 @@ def test_logits_of_more_than_one_chunk_never_exist(monkeypatch):
         return product(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", counted)
+    return rows
+
+
+def test_logits_of_more_than_one_chunk_never_exist(products: list[int]):
     head = Head(linear(), chunk_values=64 * VOCAB)
     targets = targets_of(random_targets((1000,)))
-    head.backward(hidden(1000), targets, torch.ones(1000), adapter())
-    assert max(rows) == head.chunk_rows == 64
-    assert sum(rows) == 2 * 1000  # once to the logits, once back: nothing is computed twice
+    head.score_and_backward(hidden(1000), targets, torch.ones(1000), adapter())
+    assert max(products) == head.chunk_rows == 64
+    assert sum(products) == 2 * 1000  # once to the logits, once back: nothing is computed twice
     assert head._buffer.numel() == 64 * VOCAB
+
+
+def test_rows_without_a_gradient_are_not_differentiated(products: list[int]):
+    """Prompts, and tokens that a clipped loss leaves out, cost one product when scored and none after."""
+    head = Head(linear())
+    targets = targets_of(random_targets((100,)))
+    gradient = torch.zeros(100)
+    gradient[90:] = 1
+    head.score_and_backward(hidden(100), targets, gradient, None)
+    assert sum(products) == 100 + 10
+    products.clear()
+    head.backward(hidden(100), targets, gradient, None)
+    assert sum(products) == 10 + 10
+    products.clear()
+    assert not head.backward(hidden(100), targets, torch.zeros(100), adapter()).any()
+    assert products == []

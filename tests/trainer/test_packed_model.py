@@ -60,7 +60,7 @@ def test_mixed_sessions_get_what_each_gets_alone(base_of, chunk_values):
             )
         )
         start += n
-    logprobs = model.forward(row, segments, for_backward=True).backward(gradient)
+    logprobs = model.forward(row, segments, for_backward=True).score_and_backward(gradient)
     assert torch.equal(model.forward(row, segments).logprobs(), logprobs)
     start = 0
     for owner, one in zip(owners, samples, strict=True):
@@ -71,7 +71,9 @@ def test_mixed_sessions_get_what_each_gets_alone(base_of, chunk_values):
         else:
             slot = alone[owner]
             whole = whole_row(single, slot.by_path, slot.weights)
-            got = model.forward(single, [whole], for_backward=True).backward(gradient[start:stop])
+            got = model.forward(single, [whole], for_backward=True).score_and_backward(
+                gradient[start:stop]
+            )
         torch.testing.assert_close(logprobs[start:stop], got, rtol=0, atol=1e-5)
         start = stop
     for one, other in zip(together, alone, strict=True):
