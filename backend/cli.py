@@ -169,6 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="show what is installed and what a script would get")
     serve = commands.add_parser("serve", help="train and sample for clients")
+    _add_what_to_serve(serve)
+    _add_where_to_listen(serve)
+    _add_how_to_end(serve)
+    return parser
+
+
+def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--model",
         action="append",
@@ -178,26 +185,36 @@ def _parser() -> argparse.ArgumentParser:
         help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16, a directory, or a Hugging Face id that is in "
         "the local cache; may be repeated. With =PATH, clients call it NAME",
     )
-    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
-    serve.add_argument("--host", default="127.0.0.1", help="where to listen")
-    serve.add_argument("--store", type=Path, default=DEFAULT_STORE, help="where work is kept")
     serve.add_argument(
         "--load-on-demand",
         action="store_true",
         help="also load other models when they are asked for",
     )
+    serve.add_argument("--store", type=Path, default=DEFAULT_STORE, help="where work is kept")
     serve.add_argument(
         "--durability",
         choices=("process", "machine"),
         default="process",
         help="what acknowledged work survives: the end of the process, or also a power failure (slower)",
     )
+
+
+def _add_where_to_listen(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen")
     serve.add_argument(
-        "--gap-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="how long a missing operation of a silent caller is waited for",
+        "--allow-anonymous",
+        action="store_true",
+        help="listen on an address that others can reach, although anyone who reaches it may do anything",
+    )
+    serve.add_argument(
+        "--ready-fd", type=int, metavar="FD", help="write the address to this descriptor when ready"
+    )
+
+
+def _add_how_to_end(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--parent-pipe", action="store_true", help="end when stdin is closed, as a child process"
     )
     serve.add_argument(
         "--grace",
@@ -207,15 +224,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how long SIGTERM waits for what runs",
     )
     serve.add_argument(
-        "--allow-anonymous",
-        action="store_true",
-        help="listen on an address that others can reach, although anyone who reaches it may do anything",
-    )
-    serve.add_argument(
-        "--ready-fd", type=int, metavar="FD", help="write the address to this descriptor when ready"
-    )
-    serve.add_argument(
-        "--parent-pipe", action="store_true", help="end when stdin is closed, as a child process"
+        "--gap-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long a missing operation of a silent caller is waited for",
     )
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    return parser

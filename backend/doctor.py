@@ -10,7 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 _CLIENT = ("together-post-training", "grpcio", "protobuf", "numpy", "tinker")
-_SERVER = ("torch", "transformers", "peft", "safetensors", "grpcio-health-checking")
+_SERVER = (
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
+    "grpcio-health-checking",
+    "grpcio-reflection",
+)
 _SWAPPED_IMPORT = "together.post_training.tinker"
 
 

@@ -16,9 +16,9 @@ from backend.config import ServerConfig
 from backend.operations.intake import Intake
 from backend.operations.registry import OperationRegistry, mark_failed
 from backend.operations.sqlite_journal import SqliteJournal
-from backend.resources.catalog import Catalog
+from backend.resources.catalog import Catalog, ModelSpec
 from backend.resources.engines import OpenEngines, open_engines
-from backend.resources.resource import ResourceFactory
+from backend.resources.resource import Resource, ResourceFactory
 from backend.resources.resources import Resources
 from backend.resources.sessions import SessionLimits, Sessions
 from backend.resources.snapshots import Snapshots
@@ -67,28 +67,12 @@ class Server:
         )
         self._checkpoints = CheckpointStore(self._store.checkpoints, clock)
         self._registry = OperationRegistry(self._journal, clock)
-        self._snapshots = Snapshots(self._journal, self._checkpoints)
-        factory = ResourceFactory(
-            open_engines=open_engines,
-            registry=self._registry,
-            checkpoints=self._checkpoints,
-            spill_dir=self._store.snapshots,
-            max_resident=config.max_resident_snapshots,
-            clock=clock,
-        )
-        catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
-        self._resources = Resources(catalog, lambda spec: factory.open(spec, self._snapshots))
-        self._snapshots.resources = self._resources
         self._intake = Intake(self._registry, self._journal, clock)
-        self._sessions = Sessions(
-            self._resources,
-            self._journal,
-            self._checkpoints,
-            self._intake,
-            SessionLimits(max_held=config.max_held, gap_timeout_s=config.gap_timeout_s),
-            clock,
-            monotonic,
-        )
+        self._factory = self._make_factory(open_engines)
+        catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
+        self._resources = Resources(catalog, self._open_resource)
+        self._snapshots = Snapshots(self._journal, self._checkpoints, self._resources)
+        self._sessions = self._make_sessions()
         self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
         self._health = Health(self._grpc)
         self._repeated: list[asyncio.Task] = []
@@ -175,6 +159,31 @@ class Server:
         if num_lost:
             log.warning("%d sessions of an earlier server are lost", num_lost)
         await self._snapshots.restore()
+
+    def _make_factory(self, open_engines: OpenEngines) -> ResourceFactory:
+        return ResourceFactory(
+            open_engines=open_engines,
+            registry=self._registry,
+            checkpoints=self._checkpoints,
+            spill_dir=self._store.snapshots,
+            max_resident=self._config.max_resident_snapshots,
+            clock=self._clock,
+        )
+
+    async def _open_resource(self, spec: ModelSpec) -> Resource:
+        return await self._factory.open(spec, self._snapshots)
+
+    def _make_sessions(self) -> Sessions:
+        config = self._config
+        return Sessions(
+            self._resources,
+            self._journal,
+            self._checkpoints,
+            self._intake,
+            SessionLimits(max_held=config.max_held, gap_timeout_s=config.gap_timeout_s),
+            self._clock,
+            self._monotonic,
+        )
 
     def _add_services(self) -> None:
         add_services(

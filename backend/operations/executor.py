@@ -42,6 +42,10 @@ _GRADIENT = frozenset(
 )
 
 
+# Of everything that is not a pass.
+_SMALL_COST_TOKENS = 64
+
+
 class Actions(Protocol):
     """What operations do. Raises PostTrainingError for what a caller did."""
 
@@ -66,6 +70,7 @@ class Executor:
 
     def start(self) -> None:
         self._loop_task = asyncio.create_task(self._run(), name="executor")
+        self._loop_task.add_done_callback(_log_failure)
 
     def add(self, operation: Operation) -> None:
         """Called in sequence order; also with operations that will not run, which count in their place."""
@@ -170,8 +175,9 @@ class Executor:
         if operation.kind == pb.OPERATION_KIND_OPTIM_STEP:
             # It ran, so the window ends here; its gradient is not to be found in the next one.
             operation.session.window.close(drop_gradients=True)
-        else:
-            self._note_failure(operation, error)
+            if error.reason != Reason.INTERNAL:
+                return  # Nothing was changed.
+        self._note_failure(operation, error)
 
     def _note_failure(self, operation: Operation, error: PostTrainingError) -> None:
         if operation.kind in _VOIDING:
@@ -226,9 +232,15 @@ def _new_policy_version(result: pb.Operation) -> int | None:
 
 
 def _cost(operation: Operation) -> int:
+    """In tokens."""
     if operation.refusal is None and isinstance(operation.work, PassWork):
         return operation.work.num_tokens
-    return 0
+    return _SMALL_COST_TOKENS
+
+
+def _log_failure(loop_task: asyncio.Task) -> None:
+    if not loop_task.cancelled() and loop_task.exception() is not None:
+        log.critical("no operation runs any more", exc_info=loop_task.exception())
 
 
 def _as_failure(operation: Operation, error: Exception) -> PostTrainingError:

@@ -88,10 +88,16 @@ class Journal(Protocol):
         ...
 
     async def recover(self, lost: operations_pb2.Operation, now: float) -> int:
-        """Running sessions become LOST; their unfinished operations end with the state and error of `lost`.
+        """Running sessions become LOST; unfinished operations end with the state and error of `lost`; snapshots that
+        sessions published, which were in memory, are forgotten.
 
         Returns the number of sessions that were lost.
         """
         ...
 
     async def close(self) -> None: ...
+
+
+def is_published(snapshot: generator_pb2.Snapshot) -> bool:
+    """By a session's weights_sync; others were opened from a base model or a checkpoint."""
+    return bool(snapshot.session) and not snapshot.path

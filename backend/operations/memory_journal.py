@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backend.operations.ended import contiguous, end, is_ended, without_result
-from backend.operations.journal import OperationEntry, SessionEntry
+from backend.operations.journal import OperationEntry, SessionEntry, is_published
 from together_post_training.v1 import generator_pb2, operations_pb2, sessions_pb2
 
 
@@ -87,6 +87,9 @@ class MemoryJournal:
             for entry in operations.values():
                 if not is_ended(entry.operation):
                     end(entry.operation, lost, now)
+        for name, snapshot in list(self._snapshots.items()):
+            if is_published(snapshot):
+                del self._snapshots[name]
         return len(running)
 
     async def close(self) -> None:

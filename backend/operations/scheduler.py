@@ -20,9 +20,26 @@ QUANTUM_TOKENS = 4096
 
 @dataclass(slots=True)
 class _Lane(Generic[T]):
+    """has_turn: it has had the quantum of its turn, which lasts until its credit covers no more."""
+
     items: deque[tuple[T, int]] = field(default_factory=deque)
     credit: int = 0
+    has_turn: bool = False
     is_busy: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.items) and not self.is_busy
+
+    @property
+    def cost(self) -> int:
+        return self.items[0][1]
+
+    def serve(self) -> T:
+        item, cost = self.items.popleft()
+        self.credit -= cost
+        self.is_busy = True
+        return item
 
 
 class Scheduler(Generic[T]):
@@ -34,25 +51,26 @@ class Scheduler(Generic[T]):
         self._lanes: OrderedDict[str, _Lane[T]] = OrderedDict()
 
     def add(self, session: str, item: T, cost: int) -> None:
-        """`cost`: in tokens, 0 or more."""
-        self._lanes.setdefault(session, _Lane()).items.append((item, cost))
+        """`cost`: in tokens. It counts as 1 at least: a session of free items would never let others have a turn."""
+        self._lanes.setdefault(session, _Lane()).items.append((item, max(1, cost)))
 
     def next(self) -> T | None:
         """The next item of a session that is not busy; the session is busy from then on. None: nothing can run."""
-        ready = [name for name, lane in self._lanes.items() if lane.items and not lane.is_busy]
+        ready = [lane for lane in self._lanes.values() if lane.is_ready]
         if not ready:
             return None
-        rounds = min(self._rounds_until_served(self._lanes[name]) for name in ready)
-        for name in ready:
-            self._lanes[name].credit += self._quantum * max(0, rounds - 1)
-        for name in ready:
-            lane = self._lanes[name]
-            if rounds:
-                lane.credit += self._quantum
-            if lane.credit >= lane.items[0][1]:
-                return self._serve(name)
-            self._lanes.move_to_end(name)
-        raise AssertionError("one of them has the credit")
+        self._skip_idle_rounds(ready)
+        while True:
+            for name, lane in list(self._lanes.items()):
+                if not lane.is_ready:
+                    continue
+                if not lane.has_turn:
+                    lane.credit += self._quantum
+                    lane.has_turn = True
+                if lane.credit >= lane.cost:
+                    return lane.serve()
+                lane.has_turn = False
+                self._lanes.move_to_end(name)
 
     def release(self, session: str) -> None:
         """The session's item has run."""
@@ -72,12 +90,9 @@ class Scheduler(Generic[T]):
             del self._lanes[session]
         return items
 
-    def _rounds_until_served(self, lane: _Lane[T]) -> int:
-        return max(0, -(-(lane.items[0][1] - lane.credit) // self._quantum))
-
-    def _serve(self, name: str) -> T:
-        lane = self._lanes[name]
-        item, cost = lane.items.popleft()
-        lane.credit -= cost
-        lane.is_busy = True
-        return item
+    def _skip_idle_rounds(self, ready: list[_Lane[T]]) -> None:
+        """Gives everyone at once what rounds in which nothing could run would have given."""
+        needed = min(-(-(lane.cost - lane.credit) // self._quantum) for lane in ready)
+        if needed > 1:
+            for lane in ready:
+                lane.credit += (needed - 1) * self._quantum

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from backend.operations.database import Database, Durability, as_failure
 from backend.operations.ended import contiguous, end, is_ended, without_result
-from backend.operations.journal import OperationEntry, SessionEntry
+from backend.operations.journal import OperationEntry, SessionEntry, is_published
 from backend.store import write_whole
 from together_post_training.v1 import generator_pb2, sessions_pb2
 from together_post_training.v1 import operations_pb2 as pb
@@ -32,7 +32,8 @@ CREATE TABLE IF NOT EXISTS operations (
     PRIMARY KEY (session, sequence));
 CREATE INDEX IF NOT EXISTS unfinished ON operations (session) WHERE NOT is_ended;
 CREATE TABLE IF NOT EXISTS snapshots (
-    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, message BLOB NOT NULL);
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, is_published INTEGER NOT NULL,
+    message BLOB NOT NULL);
 PRAGMA user_version = 1;
 """
 
@@ -176,10 +177,10 @@ class SqliteJournal:
         await asyncio.to_thread(self._delete_request_files, number)
 
     async def put_snapshot(self, snapshot: generator_pb2.Snapshot) -> None:
-        row = (snapshot.name, snapshot.SerializeToString())
+        row = (snapshot.name, is_published(snapshot), snapshot.SerializeToString())
         await self._database.call(
             lambda db: db.execute(
-                "INSERT INTO snapshots (name, message) VALUES (?,?) "
+                "INSERT INTO snapshots (name, is_published, message) VALUES (?,?,?) "
                 "ON CONFLICT (name) DO UPDATE SET message = excluded.message",
                 row,
             )
@@ -264,6 +265,7 @@ def _recover(db: sqlite3.Connection, lost: pb.Operation, now: float) -> list[int
     for number, message in rows:
         _lose_session(db, number, sessions_pb2.Session.FromString(message))
     numbers = [number for number, _ in rows]
+    db.execute("DELETE FROM snapshots WHERE is_published")
     _forget_requests(db, numbers)
     return numbers
 

@@ -69,12 +69,12 @@ class Resources:
             await resource.close()
 
     async def _open_once(self, spec: ModelSpec) -> Resource:
-        log.info("loading %s", spec.name)
+        log.info("loading %r", spec.name)
         try:
             resource = await self._open(spec)
         finally:
             del self._opening[spec.name]
         self._ready[spec.name] = resource
         self.catalog.add(spec)
-        log.info("loaded %s", spec.name)
+        log.info("loaded %r", spec.name)
         return resource

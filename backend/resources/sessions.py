@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable
@@ -17,39 +16,16 @@ from backend.operations.intake import Intake
 from backend.operations.journal import Journal, SessionEntry
 from backend.operations.sequencer import Sequencer
 from backend.operations.session import Session
+from backend.resources.new_session import NewSession, lora_message
 from backend.resources.resource import Resource, resource_id
 from backend.resources.resources import Resources
 from backend.trainer.base import LoraConfig, Trainer
 from backend.trainer.checks import check_lora
 from together_post_training.errors import PostTrainingError, Reason, fail
-from together_post_training.names import CheckpointPath
 from together_post_training.v1 import operations_pb2
 from together_post_training.v1 import sessions_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSession:
-    """A checked CreateSession request. lora: of a fresh session; its seed is None when none was given."""
-
-    id: str
-    base_model: str
-    lora: LoraRequest | None
-    resume_from: CheckpointPath | None
-    load_optimizer: bool
-    user_metadata: dict[str, str]
-    display_name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraRequest:
-    rank: int
-    alpha: float
-    seed: int | None
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +170,7 @@ class Sessions:
             loaded = await self._load(new)
             base_model = new.base_model if loaded is None else loaded.manifest.base_model
             resource = await self._resources.get(base_model)
-            lora = _lora(new.lora) if loaded is None else loaded.manifest.lora
+            lora = _lora(new, loaded)
             check_lora(lora, resource.model)
             await resource.thread.call(_create, resource.trainer, session_id, lora, loaded)
             session = self._new(session_id, new, resource, lora, loaded)
@@ -204,7 +180,7 @@ class Sessions:
         self._running[session_id] = session
         self._digests[session_id] = digest
         resource.num_sessions += 1
-        log.info("session %s started on %s, rank %d", session_id, base_model, lora.rank)
+        log.info("session %s started on %r, rank %d", session_id, base_model, lora.rank)
         return session
 
     async def _load(self, new: NewSession) -> LoadedCheckpoint | None:
@@ -300,29 +276,10 @@ def _create(
         raise
 
 
-def lora_message(lora: LoraConfig) -> pb.LoraConfig:
-    return pb.LoraConfig(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        seed=lora.seed,
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
-        train_unembed=lora.train_unembed,
-        dropout=0.0,
-    )
-
-
-def _lora(request: LoraRequest | None) -> LoraConfig:
-    assert request is not None, "a session without a checkpoint has a LoRA configuration"
-    seed = int.from_bytes(os.urandom(4)) if request.seed is None else request.seed
-    return LoraConfig(
-        rank=request.rank,
-        alpha=request.alpha,
-        seed=seed,
-        train_attn=request.train_attn,
-        train_mlp=request.train_mlp,
-        train_unembed=request.train_unembed,
-    )
+def _lora(new: NewSession, loaded: LoadedCheckpoint | None) -> LoraConfig:
+    lora = new.lora if loaded is None else loaded.manifest.lora
+    assert lora is not None, "a session without a checkpoint has a LoRA configuration"
+    return lora
 
 
 def _exists(session_id: str) -> PostTrainingError:

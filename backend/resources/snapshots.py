@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from backend.checkpoints.manifest import Manifest
 from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
@@ -28,15 +29,16 @@ from together_post_training.v1.generator_pb2 import Snapshot
 
 
 class Snapshots:
-    """Owned by the event loop. `resources` is set before the first use; resources publish through this."""
+    """Owned by the event loop."""
 
-    resources: Resources
-
-    def __init__(self, journal: Journal, checkpoints: CheckpointStore) -> None:
+    def __init__(
+        self, journal: Journal, checkpoints: CheckpointStore, resources: Resources
+    ) -> None:
         self._journal = journal
         self._checkpoints = checkpoints
+        self._resources = resources
         self._records: dict[str, Snapshot] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def restore(self) -> None:
         """Learns the names that an earlier server gave out."""
@@ -49,7 +51,8 @@ class Snapshots:
         if record is None:
             raise fail(
                 Reason.SNAPSHOT_NOT_FOUND,
-                f"Unknown snapshot {name!r}: names come from WeightsSync and OpenSnapshot.",
+                f"Unknown snapshot {name!r}: names come from OpenSnapshot, and from WeightsSync until the server is "
+                "restarted. Open a checkpoint instead.",
                 snapshot=name,
             )
         return record
@@ -62,13 +65,13 @@ class Snapshots:
             session=session.id,
             policy_version=session.policy_version,
         )
-        resource = await self.resources.get(record.base_model)
+        resource = await self._resources.get(record.base_model)
         resource.residency.add(record.name, adapter)
         await self._keep(record)
         return record.name
 
     async def open_base(self, base_model: str) -> Snapshot:
-        resource = await self.resources.get(base_model)
+        resource = await self._resources.get(base_model)
         name = f"snapshots/base:{_hash(resource.name)}"
         if name not in self._records:
             await self._keep(Snapshot(name=name, base_model=resource.name))
@@ -78,7 +81,7 @@ class Snapshots:
         """Raises CHECKPOINT_NOT_FOUND, INCOMPATIBLE_CHECKPOINT."""
         async with self._opening.setdefault(str(path), asyncio.Lock()):
             manifest = await asyncio.to_thread(self._checkpoints.get, path)
-            resource = await self.resources.get(manifest.base_model)
+            resource = await self._resources.get(manifest.base_model)
             if not resource.residency.has(_checkpoint_name(manifest)):
                 loaded = await asyncio.to_thread(self._checkpoints.load, path, optimizer=False)
                 # It may have been overwritten in between.
@@ -104,7 +107,7 @@ class Snapshots:
     async def use(self, name: str) -> AsyncIterator[tuple[Resource, str | None]]:
         """The resource to sample on, and the snapshot's name in its generator; None: the base model."""
         record = self.get(name)
-        resource = await self.resources.get(record.base_model)
+        resource = await self._resources.get(record.base_model)
         if not record.session and not record.path:
             yield resource, None
             return
@@ -115,11 +118,6 @@ class Snapshots:
 
     async def _reopen(self, record: Snapshot) -> None:
         """After a restart: from the checkpoint, if it still is what it was."""
-        if not record.path:
-            raise _gone(
-                record,
-                f"session {record.session!r} published it and ended when the server restarted",
-            )
         try:
             opened = await self.open_checkpoint(parse_checkpoint_path(record.path))
         except PostTrainingError as error:

@@ -9,7 +9,7 @@ import grpc.aio
 from backend.checkpoints.manifest import Manifest
 from backend.checkpoints.store import CheckpointStore
 from backend.operations.ended import timestamp
-from backend.resources.sessions import lora_message
+from backend.resources.new_session import lora_message
 from backend.services.fields import page
 from backend.services.paging import paged
 from together_post_training.names import check_session_id, parse_checkpoint_path

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import grpc.aio
 
-from backend.resources.sessions import LoraRequest, NewSession, Sessions
+from backend.resources.new_session import NewSession
+from backend.resources.sessions import Sessions
 from backend.services.fields import check_count, check_metadata, invalid, optional, page
 from backend.services.paging import paged
+from backend.trainer.base import LoraConfig
 from together_post_training.errors import Reason, fail
 from together_post_training.names import check_session_id, parse_checkpoint_path
 from together_post_training.v1 import sessions_pb2 as pb
@@ -67,8 +70,8 @@ def new_session(request: pb.CreateSessionRequest) -> NewSession:
     )
 
 
-def _lora(request: pb.CreateSessionRequest) -> LoraRequest | None:
-    """None: the checkpoint's."""
+def _lora(request: pb.CreateSessionRequest) -> LoraConfig | None:
+    """With a fresh seed where none was given. None: the checkpoint's."""
     if request.resume_from:
         if request.HasField("lora"):
             raise fail(
@@ -89,10 +92,10 @@ def _lora(request: pb.CreateSessionRequest) -> LoraRequest | None:
             f"LoRA dropout {lora.dropout}: this server trains without dropout. Set it to 0 or leave it out.",
             dropout=lora.dropout,
         )
-    return LoraRequest(
+    return LoraConfig(
         rank=check_count("lora.rank", optional(lora, "rank", 32), low=1, high=2**31 - 1),
         alpha=optional(lora, "alpha", 64.0),
-        seed=lora.seed if lora.HasField("seed") else None,
+        seed=optional(lora, "seed", int.from_bytes(os.urandom(4))),
         train_attn=optional(lora, "train_attn", True),
         train_mlp=optional(lora, "train_mlp", True),
         train_unembed=optional(lora, "train_unembed", True),

@@ -24,7 +24,7 @@ from backend.operations.session import Session
 from backend.operations.trainer_thread import TrainerThread
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
-from backend.trainer.base import Adapter, LoraConfig, Pass, PassResult
+from backend.trainer.base import AdamParams, Adapter, LoraConfig, Pass, PassResult
 from together_post_training.v1 import data_pb2, sessions_pb2
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
@@ -42,6 +42,7 @@ class WatchedTrainer(bigram.BigramTrainer):
         self.gate.set()
         self.started = threading.Event()
         self.raises: BaseException | None = None
+        self.step_raises: BaseException | None = None
         self.passes: list[Pass] = []
 
     def run(self, work: Pass) -> PassResult:
@@ -51,6 +52,11 @@ class WatchedTrainer(bigram.BigramTrainer):
         if self.raises is not None:
             raise self.raises
         return super().run(work)
+
+    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
+        if self.step_raises is not None:
+            raise self.step_raises
+        return super().optim_step(session, params)
 
 
 class Publisher:

@@ -149,6 +149,9 @@ def test_journal_loses_running_sessions_and_their_unfinished_operations_on_recov
         for n in (1, 2, 4):
             await journal.add_operation("s", n, entry(n), b"r" * 100_000)
         await journal.finish_operation("s", 1, succeeded(1), None)
+        await journal.put_snapshot(generator_pb2.Snapshot(name="published", session="s"))
+        await journal.put_snapshot(generator_pb2.Snapshot(name="opened", session="s", path="p"))
+        await journal.put_snapshot(generator_pb2.Snapshot(name="base"))
 
     async def recover(journal: Journal) -> None:
         assert await journal.recover(lost(), 2000.0) == 1
@@ -173,6 +176,7 @@ def test_journal_loses_running_sessions_and_their_unfinished_operations_on_recov
             assert kept.operation.end_time.seconds == 2000
             assert is_ended(kept.operation)
         assert await journal.requests("s") == []
+        assert [s.name for s in await journal.list_snapshots()] == ["opened", "base"]
 
     used(open_journal, write)
     used(open_journal, recover)

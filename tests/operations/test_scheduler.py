@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from backend.operations.scheduler import Scheduler
 
 QUANTUM = 100
-costs = st.lists(st.integers(min_value=0, max_value=1000), min_size=1, max_size=30)
+costs = st.lists(st.integers(min_value=1, max_value=1000), min_size=1, max_size=30)
 
 
 def drain(scheduler: Scheduler[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -36,7 +36,7 @@ def test_scheduler_serves_everything_once_and_each_session_in_order(queues: dict
 def test_scheduler_gives_sessions_that_always_have_work_the_same_number_of_tokens(
     queues: dict[str, list[int]],
 ):
-    """While nobody has run out, two sessions differ by at most a quantum and their largest operations."""
+    """While nobody has run out, two sessions differ by at most a quantum and the largest operation of each."""
     scheduler = fill(queues)
     left = {name: len(queue) for name, queue in queues.items()}
     tokens = dict.fromkeys(queues, 0)
@@ -48,13 +48,18 @@ def test_scheduler_gives_sessions_that_always_have_work_the_same_number_of_token
         left[name] -= 1
         tokens[name] += cost
         largest = max(max(queue) for queue in queues.values())
-        assert max(tokens.values()) - min(tokens.values()) <= 2 * (QUANTUM + largest)
+        assert max(tokens.values()) - min(tokens.values()) <= QUANTUM + 2 * largest
 
 
 def test_scheduler_lets_small_operations_pass_a_session_of_large_ones():
     scheduler = fill({"large": [10_000] * 3, "small": [50] * 100})
     first = drain(scheduler)[:50]
     assert sum(name == "small" for name, _, _ in first) >= 48
+
+
+def test_scheduler_gives_others_a_turn_however_many_free_items_a_session_has():
+    served = drain(fill({"free": [0] * 500, "other": [150]}))
+    assert served.index(("other", 0, 150)) <= 2 * QUANTUM
 
 
 def test_scheduler_runs_one_operation_of_a_session_at_a_time():

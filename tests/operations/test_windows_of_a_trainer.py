@@ -222,3 +222,19 @@ def test_window_trusts_no_gradient_after_an_engine_failed_inside():
         assert_same_weights(made.adapter(), weights_of_a_fresh_run([[3]]))
 
     run(test)
+
+
+def test_window_after_an_optim_step_that_failed_inside_waits_until_that_was_seen():
+    """Who knows what it changed: nothing that was sent along trains on."""
+
+    async def test(made: Bench) -> None:
+        made.trainer.step_raises = RuntimeError("out of memory")
+        ended = await send_along(made, [good(1), step(2), good(3), step(4)])
+        assert [e.error.reason for e in ended[1:]] == ["INTERNAL", "WINDOW_VOID", "WINDOW_VOID"]
+        made.trainer.step_raises = None
+        for one in (good(5, failures_seen_through=4), step(6, failures_seen_through=4)):
+            await made.submit(one)
+        assert (await made.ended(6)).state == pb.OPERATION_STATE_SUCCEEDED
+        assert_same_weights(made.adapter(), weights_of_a_fresh_run([[5]]))
+
+    run(test)

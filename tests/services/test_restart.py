@@ -68,7 +68,7 @@ def test_restart_loses_sessions_and_keeps_results_checkpoints_and_names(tmp_path
             generator_pb2.SampleRequest(snapshot=published, prompt=sample(TOKENS).model_input),
         )
         assert gone.reason == "SNAPSHOT_NOT_FOUND"
-        assert "restarted" in gone.message
+        assert "Open a checkpoint instead" in gone.message
 
 
 def test_restart_fails_unfinished_operations_for_good(tmp_path: Path):
