@@ -5,6 +5,22 @@
 
 Clients and futures are ours. Types, exceptions and everything else are the genuine objects of the `tinker` package,
 so that `isinstance(x, tinker.Datum)` and `except tinker.BadRequestError` hold in libraries that import it themselves.
+
+What differs from Tinker's own SDK:
+
+- Data is read when the call is made: changing a Datum afterwards changes nothing. What cannot be sent is refused at
+  the call.
+- Every future is a concurrent.futures.Future too. Cancelling one also cancels on the server what has not started.
+- An operation that follows an unseen failure in its gradient window fails, instead of stepping on half a batch.
+- A checkpoint name that is taken gives ConflictError at once, not after minutes of retries.
+- `prompt_logprobs_last_n` leaves the others out; it does not make the call cheaper.
+- Nothing is deprecated: no FutureWarning for the older spellings. No telemetry.
+- Ignored with a warning: retry_config, record_stability_info, weights_access_token, project_id, unknown arguments of
+  ServiceClient.
+- Refused by name: optimisers other than AdamW, kind="inflight", target_prompt_logprobs, prompt_alt_tokens_k,
+  RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
+
+`tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.
 """
 
 from __future__ import annotations

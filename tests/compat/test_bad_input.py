@@ -131,6 +131,11 @@ REFUSED_BY_THE_SERVER = [
         ["'a/b'", "letters, digits"],
     ),
     (
+        "a checkpoint name that no file system has",
+        lambda c: c.save_state("naïve\nname").result(),
+        ["naïve", "letters, digits"],
+    ),
+    (
         "a lifetime of nothing",
         lambda c: c.save_state("a", ttl_seconds=0).result(),
         ["ttl", "0 s", "more than 0"],

@@ -194,6 +194,22 @@ def test_a_loss_that_fails_leaves_no_hole_in_the_servers_numbers(fake):
     assert fake.received("OptimStep") == []
 
 
+def test_what_follows_a_custom_loss_is_sent_along_with_its_backward_pass(fake):
+    training = tinker.ServiceClient(base_url=fake.address).create_lora_training_client("fake")
+    fake.unfinished = {2}
+    backward = training.forward_backward_custom([datum()], cross_entropy)
+    step = training.optim_step(LINEAR)
+    for _ in range(100):
+        if fake.received("OptimStep"):
+            break
+        threading.Event().wait(0.05)
+    assert not backward.done()
+    assert [r.sequence for r in fake.received("OptimStep")] == [3]
+    fake.unfinished.clear()
+    fake.nudge()
+    assert step.result(5)
+
+
 def test_cancelling_a_custom_loss_poisons_the_client(fake):
     training = tinker.ServiceClient(base_url=fake.address).create_lora_training_client("fake")
     fake.unfinished = {1}

@@ -14,7 +14,9 @@ from tests.compat.conftest import MODEL
 from tests.compat.data import HIT, MISS, close, datum, greedy, prompt
 from tinker_compat import passes
 from tinker_compat.conversion import loss_config
-from together_post_training.errors import Reason, fail
+from together_post_training.client.loop import background_loop
+from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.v1 import trainer_pb2
 
 # No usual step hides the gradient's size: with eps this large AdamW moves by about -0.01 * gradient.
 LINEAR = types.AdamParams(learning_rate=100.0, eps=1e4)
@@ -195,6 +197,20 @@ def test_a_checkpoint_name_that_is_taken_is_refused_at_once_and_replaced_on_dema
     assert client.forward_backward([datum()], "cross_entropy").result()
 
 
+def test_a_request_that_is_sent_again_has_its_first_result(client):
+    """As after a lost answer: the same number and bytes are the same operation, other bytes are refused."""
+    session = client._core.session
+    request = trainer_pb2.SaveCheckpointRequest(kind=trainer_pb2.CHECKPOINT_KIND_TRAINING, name="a")
+    session.number([request], session.reserve(1))
+    saved = [background_loop().start(session.run([request])).result(10) for _ in range(2)]
+    assert saved[0] == saved[1]
+    request.name = "b"
+    with pytest.raises(PostTrainingError) as reused:
+        background_loop().start(session.run([request])).result(10)
+    assert reused.value.reason is Reason.SEQUENCE_REUSED
+    assert client.forward_backward([datum()], "cross_entropy").result()
+
+
 def test_resuming_with_the_optimizer_goes_on_as_if_nothing_had_stopped(service, client):
     params = types.AdamParams(learning_rate=0.02)
 
@@ -236,6 +252,24 @@ def test_a_sampling_client_keeps_its_weights(client):
     saved = client.create_sampling_client(path)
     assert saved.sample(prompt(3), 1, greedy()).result().sequences[0].tokens[0] == 9
     assert saved.get_base_model() == MODEL
+
+
+def test_every_sampling_client_of_a_run_has_a_snapshot_of_its_own(client):
+    samplers = []
+    for _ in range(3):
+        client.forward_backward([datum([3], target_tokens=[9])], "cross_entropy")
+        client.optim_step(LINEAR)
+        samplers.append(client.save_weights_and_get_sampling_client())
+    scores = [s.compute_logprobs(prompt(3, 9)).result()[1] for s in samplers]
+    assert scores[0] < scores[1] < scores[2]
+    assert len({s._sampling_session_id for s in samplers}) == 3
+
+
+def test_a_step_of_learning_rate_zero_changes_no_bit(client):
+    before = logprobs(client)
+    client.forward_backward([datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert logprobs(client) == before
 
 
 def bad() -> list[types.Datum]:

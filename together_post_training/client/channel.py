@@ -195,6 +195,9 @@ class Connection:
 class Outage:
     """How long, and how often, one call has failed."""
 
+    # Not the module's own generator, whose seed and state are the caller's.
+    _random = random.Random()
+
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self._start_s = time.monotonic()
@@ -204,7 +207,7 @@ class Outage:
         return time.monotonic() - self._start_s
 
     def next_delay_s(self, failure: Failure) -> float:
-        delay_s = self._policy.delay_s(self._attempt, random.random(), told_s=failure.told_s)
+        delay_s = self._policy.delay_s(self._attempt, self._random.random(), told_s=failure.told_s)
         self._attempt += 1
         return delay_s
 
