@@ -112,8 +112,9 @@ class Intake:
         error: PostTrainingError,
         state: pb.OperationState,
     ) -> pb.Operation:
-        """Ends a number that was never submitted."""
-        session.sequencer.claim(sequence, None)
+        """Ends a number that was never submitted; one that was by now stays as it is."""
+        if not session.sequencer.claim(sequence, None):
+            return await self._registry.get((session.id, sequence))
         operation = Operation(
             session=session,
             sequence=sequence,

@@ -141,14 +141,13 @@ class Sessions:
     async def give_up_missing(self) -> None:
         """Ends the numbers that silent callers have not sent, so that what waits behind them goes on."""
         for session in list(self._running.values()):
-            if not session.is_running:
-                continue
-            for sequence in session.sequencer.missing(self._monotonic()):
+            # Asked again each time: the caller may speak up in between.
+            while session.is_running and (missing := session.sequencer.missing(self._monotonic())):
                 await self._intake.use_up(
                     session,
                     self.resource_of(session).executor,
-                    sequence,
-                    _gap(sequence, self._limits.gap_timeout_s),
+                    missing[0],
+                    _gap(missing[0], self._limits.gap_timeout_s),
                     operations_pb2.OPERATION_STATE_FAILED,
                 )
 

@@ -187,6 +187,19 @@ def test_cancel_of_a_number_that_was_never_submitted_uses_it_up_and_lets_others_
     run(test)
 
 
+def test_using_up_a_number_that_was_submitted_after_all_leaves_it_as_it_is():
+    async def test(made: Bench) -> None:
+        await made.submit(good(1))
+        error = fail(Reason.SEQUENCE_GAP, "Operation 1 never arrived.")
+        kept = await made.intake.use_up(
+            made.session, made.executor, 1, error, pb.OPERATION_STATE_FAILED
+        )
+        assert kept.kind == pb.OPERATION_KIND_FORWARD_BACKWARD
+        assert (await made.ended(1)).state == pb.OPERATION_STATE_SUCCEEDED
+
+    run(test)
+
+
 def test_stopping_a_session_cancels_what_waits_and_ends_what_runs():
     async def test(made: Bench) -> None:
         made.trainer.gate.clear()
