@@ -9,7 +9,7 @@ import grpc.aio
 
 from backend.resources.new_session import NewSession
 from backend.resources.sessions import Sessions
-from backend.services.fields import check_count, check_metadata, invalid, optional, page
+from backend.services.fields import check_metadata, invalid, optional, page
 from backend.services.paging import paged
 from backend.trainer.base import LoraConfig
 from together_post_training.errors import Reason, fail
@@ -93,7 +93,7 @@ def _lora(request: pb.CreateSessionRequest) -> LoraConfig | None:
             dropout=lora.dropout,
         )
     return LoraConfig(
-        rank=check_count("lora.rank", optional(lora, "rank", 32), low=1, high=2**31 - 1),
+        rank=optional(lora, "rank", 32),
         alpha=optional(lora, "alpha", 64.0),
         seed=optional(lora, "seed", int.from_bytes(os.urandom(4))),
         train_attn=optional(lora, "train_attn", True),
