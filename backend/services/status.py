@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -63,7 +64,7 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         return make(
             wrap(behavior, method),  # pyright: ignore[reportAttributeAccessIssue]
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_parser(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -72,6 +73,7 @@ def _unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[...
     @functools.wraps(behavior)
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            _check_parsed(request)
             return await behavior(request, context)
         except Exception as error:
             await _abort(context, method, error)
@@ -85,12 +87,34 @@ def _stream(
     @functools.wraps(behavior)
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
+            _check_parsed(request)
             async for response in behavior(request, context):
                 yield response
         except Exception as error:
             await _abort(context, method, error)
 
     return call
+
+
+def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Gives the error instead of raising it, where gRPC would answer UNKNOWN and log a traceback."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return parse
+
+
+def _check_parsed(request: Any) -> None:
+    if isinstance(request, DecodeError):
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            "The request's bytes are not a protobuf message of this method's type. Was the client generated from this "
+            "server's .proto files?",
+        )
 
 
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:

@@ -180,6 +180,19 @@ def test_many_callers_at_once_get_each_result_once(caller: Caller):
     assert states == [o.OPERATION_STATE_SUCCEEDED] * 64 * 20
 
 
+@pytest.mark.parametrize("method", ["TrainerService/OptimStep", "SessionService/CreateSession"])
+def test_bytes_that_are_no_message_are_refused(caller: Caller, method: str, caplog: Any):
+    for garbage in (b"\xff", b"\x0a\x05ab", bytes(range(255, 0, -1)), b"\x0a\x02\xff\xfe"):
+        call = caller.channel.unary_unary(f"/together_post_training.v1.{method}")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(garbage)
+        error: Any = caught.value
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "protobuf" in error.details()
+    assert not [r for r in caplog.records if r.exc_info]
+    caller.session().train([3, 4])
+
+
 def test_burst_of_requests_is_not_cancelled_at_random(caller: Caller):
     """gRPC cancels bursts above 1000 unless told otherwise."""
     run = caller.session()
