@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environments import OLDEST_TINKER, REPOSITORY, Environment
+from tests.packaging.environments import OLDEST_TINKER, REPOSITORY, Environment, run
 
 SWAP = """
 import tinker
@@ -124,6 +124,22 @@ def test_official_sdk_keeps_its_names_and_ours_stays_reachable(
         "assert origin.endswith('together/post_training/tinker/__init__.py'), origin\n"
         "assert tinker_compat.Datum is tinker.Datum\n"
     )
+
+
+@pytest.mark.registry
+def test_script_can_be_run_against_ours_beside_the_official_sdk(
+    wheel: Path, official_sdk: tuple[str, ...], environment: Environment
+):
+    environment.install(str(wheel), *official_sdk)
+    script = environment.directory / "script.py"
+    script.write_text(
+        "import together, together.post_training.tinker as tinker, tinker_compat\n"
+        "print(tinker is tinker_compat, together.__file__)\n"
+    )
+    plain = run(str(environment.python), "-I", "-m", "tinker_compat", str(script))
+    assert plain.split() == ["True", str(environment.site_packages / "together" / "__init__.py")]
+    report = run(str(environment.directory / "bin" / "together-post-training"), "doctor")
+    assert "the official SDK" in report
 
 
 @pytest.mark.registry
