@@ -113,9 +113,7 @@ TABLE: Mapping[Reason, Mapped] = MappingProxyType(
         Reason.SESSION_STOPPED: _FAILED,
         Reason.SESSION_LOST: _FAILED,
         Reason.UNIMPLEMENTED: Mapped(code=grpc.StatusCode.UNIMPLEMENTED, http_status=400),
-        Reason.RESOURCE_EXHAUSTED: Mapped(
-            code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_status=429
-        ),
+        Reason.RESOURCE_EXHAUSTED: Mapped(code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_status=429),
         Reason.UNAVAILABLE: Mapped(code=grpc.StatusCode.UNAVAILABLE, http_status=503),
         Reason.INTERNAL: Mapped(
             code=grpc.StatusCode.INTERNAL, http_status=500, after_acceptance=True
