@@ -32,11 +32,12 @@ class CheckpointPath:
 def parse_checkpoint_path(path: str) -> CheckpointPath:
     """Raises INVALID_PATH, saying what a path looks like."""
     match = _PATH.fullmatch(path)
-    if match and match[2] in ("weights", "sampler_weights"):
+    session, folder, name = match.groups() if match else ("", "", "")
+    if folder in ("weights", "sampler_weights"):
         return CheckpointPath(
-            session=check_session_id(match[1], reason=Reason.INVALID_PATH),
-            folder=match[2],
-            name=check_checkpoint_name(match[3], reason=Reason.INVALID_PATH),
+            session=check_session_id(session, reason=Reason.INVALID_PATH),
+            folder=folder,
+            name=check_checkpoint_name(name, reason=Reason.INVALID_PATH),
         )
     raise fail(
         Reason.INVALID_PATH,
