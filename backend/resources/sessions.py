@@ -152,17 +152,22 @@ class Sessions:
                 )
 
     async def _known(self, session_id: str, digest: bytes) -> pb.Session | None:
+        """The session if the same request has made it. None: it is being made, or has yet to be."""
+        if not self._is_here(session_id):
+            entry = await self._journal.get_session(session_id)
+            # It may have been made in between.
+            if entry is not None and not self._is_here(session_id):
+                same = entry.digest == digest
+                raise _ended(entry.session) if same else _exists(session_id)
         session = self._running.get(session_id)
-        if session is not None:
-            if self._digests[session_id] != digest:
-                raise _exists(session_id)
-            return session.message()
-        if session_id in self._creating:
+        if session is None:
             return None
-        entry = await self._journal.get_session(session_id)
-        if entry is None or session_id in self._creating or session_id in self._running:
-            return None
-        raise _exists(session_id) if entry.digest != digest else _ended(entry.session)
+        if self._digests[session_id] != digest:
+            raise _exists(session_id)
+        return session.message()
+
+    def _is_here(self, session_id: str) -> bool:
+        return session_id in self._running or session_id in self._creating
 
     async def _create(self, session_id: str, new: NewSession, digest: bytes) -> Session:
         try:
