@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,15 @@ class Bench:
 
     def sample(self, call: SampleCall) -> SampleResult:
         return self.wait(self.generator.sample(call))
+
+    def sample_all(self, calls: Sequence[SampleCall]) -> list[SampleResult | BaseException]:
+        """All at the same time; what a call raised stands for its result."""
+
+        async def gather() -> list[SampleResult | BaseException]:
+            running = (self.generator.sample(c) for c in calls)
+            return await asyncio.gather(*running, return_exceptions=True)
+
+        return self.wait(gather())
 
 
 def head_lora(*, rank: int = 4, alpha: float = 16.0, seed: int = 0) -> LoraConfig:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from backend.generator.base import SampleCall, SampleResult
+from backend.generator.base import SampleResult
 from backend.trainer.base import AdamParams
 from tests.conformance.bench import Bench
 from tests.conformance.data import call, forward, random_sample, run, sample, train
@@ -29,13 +28,6 @@ def trained(bench: Bench, *, seed: int = 0, rank: int = 4) -> str:
         one = random_sample(77 + 10 * seed + i, vocab_size, 20)
         train(bench.trainer, session, [one], adam=AdamParams(learning_rate=0.05))
     return session
-
-
-def all_at_once(bench: Bench, calls: Sequence[SampleCall]) -> list[SampleResult]:
-    async def gather() -> list[SampleResult]:
-        return await asyncio.gather(*(bench.generator.sample(c) for c in calls))
-
-    return bench.wait(gather())
 
 
 def tokens_of(result: SampleResult) -> list[list[int]]:
@@ -259,7 +251,8 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_served(bench: Bench):
         for i in range(7)
     ]
     alone = [bench.sample(c) for c in calls]
-    for got, wanted in zip(all_at_once(bench, calls), alone, strict=True):
+    for got, wanted in zip(bench.sample_all(calls), alone, strict=True):
+        assert isinstance(got, SampleResult)
         assert_same_answer(got, wanted, bench.tolerance)
 
 

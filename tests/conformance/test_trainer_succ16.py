@@ -338,18 +338,26 @@ def test_failed_pass_leaves_the_gradient_of_earlier_ones(succ16: Bench):
     assert_same_adapter(got, wanted, atol=1e-7)
 
 
-def test_step_that_overflows_changes_nothing_and_clears_the_gradient(succ16: Bench):
-    """A gradient of 1e30 is a float32, its square, which AdamW keeps, is not."""
+@pytest.mark.parametrize(
+    ("weight", "adam"),
+    [
+        # A gradient of 1e30 is a float32, its square, which AdamW keeps, is not.
+        (1e30, AdamParams()),
+        (1.0, AdamParams(learning_rate=1e39)),
+    ],
+)
+def test_step_that_overflows_changes_nothing_and_clears_the_gradient(succ16: Bench, weight, adam):
     session = succ16.session()
     train(succ16.trainer, session, [sample([3], [9])], adam=LINEAR)
     before, moments = succ16.trainer.adapter(session), succ16.trainer.optimizer_state(session)
-    run(succ16.trainer, session, [sample([3], [9], weights=[1e30])], backward=True)
+    run(succ16.trainer, session, [sample([3], [9], weights=[weight])], backward=True)
     with pytest.raises(PostTrainingError) as error:
-        succ16.trainer.optim_step(session, AdamParams())
+        succ16.trainer.optim_step(session, adam)
     assert error.value.reason is Reason.NON_FINITE_LOSS
     assert not succ16.trainer.has_gradients(session)
     assert not changed(before, succ16.trainer.adapter(session))
     after = succ16.trainer.optimizer_state(session)
     assert after.num_steps == moments.num_steps == 1
-    for name, tensor in moments.exp_avg_sq.items():
-        assert np.array_equal(after.exp_avg_sq[name], tensor)
+    for name in moments.exp_avg:
+        assert np.array_equal(after.exp_avg[name], moments.exp_avg[name])
+        assert np.array_equal(after.exp_avg_sq[name], moments.exp_avg_sq[name])
