@@ -41,19 +41,24 @@ class Routes:
 
 
 class RoutedLinear(nn.Module):
-    """y = W x, and for the tokens of each snapshot y += scale B A x."""
+    """y = W x + b, and for the tokens of each snapshot y += scale B A x."""
 
-    def __init__(self, linear: nn.Linear, path: str, routes: Routes) -> None:
+    def __init__(self, layer: nn.Linear, path: str, routes: Routes) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
+        # In a tuple, because reading a registered parameter takes nn.Module a microsecond, hundreds of times per token.
+        self._shared = (layer.weight, layer.bias)
         self._path = path
         self._routes = routes
+
+    @property
+    def weight(self) -> Tensor:
+        """Transformers' models may look at it."""
+        return self._shared[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out); all but the last dimension are packed tokens."""
         x_T = x.reshape(-1, x.shape[-1])
-        y_T = linear(x_T, self.weight, self.bias)
+        y_T = linear(x_T, *self._shared)
         if self._routes.spans:
             self._add(x_T, y_T)
         return y_T.view(*x.shape[:-1], -1)

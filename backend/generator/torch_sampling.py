@@ -25,11 +25,11 @@ def draw(logits_BV: Tensor, controls: Controls, uniforms: Array) -> tuple[Array,
     peaks = logits_BV.amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(peaks).all()):
         return sampling.draw(logits_BV.numpy(), controls, uniforms)
-    shifted = logits_BV - peaks
-    masses = _blocks(shifted.exp())
+    # In place: a fresh array of this size costs more to map into memory than to compute.
+    masses = _blocks((logits_BV - peaks).exp_())
     sums = masses.sum(dim=2, dtype=torch.float64)
-    tokens = _draw_tokens(shifted, masses, sums, controls, uniforms)
-    chosen = shifted.gather(1, tokens[:, None])[:, 0]
+    tokens = _draw_tokens(logits_BV, masses, sums, controls, uniforms)
+    chosen = (logits_BV.gather(1, tokens[:, None]) - peaks)[:, 0]
     logprobs = chosen.double() - sums.sum(dim=1).log()
     return tokens.numpy(), logprobs.numpy()
 
@@ -51,33 +51,34 @@ def topk(logits_NV: Tensor, k: int) -> Topk:
 
 
 def _draw_tokens(
-    shifted: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: Array
+    logits: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: Array
 ) -> Tensor:
     """int64 (B,). Rows are drawn together that are drawn in the same way."""
-    vocab_size = shifted.shape[1]
+    vocab_size = logits.shape[1]
     keeps_all = (controls.top_p >= 1) & ((controls.top_k <= 0) | (controls.top_k >= vocab_size))
     greedy = controls.temperature == 0
     plain = keeps_all & (controls.temperature == 1)
     if plain.all():
         return _invert(masses, sums, torch.from_numpy(uniforms))
     tempered, truncated = keeps_all & ~plain & ~greedy, ~keeps_all & ~greedy
-    tokens = torch.empty(len(shifted), dtype=torch.int64)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
     if (rows := np.flatnonzero(plain)).size:
         tokens[rows] = _invert(masses[rows], sums[rows], torch.from_numpy(uniforms[rows]))
     if (rows := np.flatnonzero(greedy)).size:
-        tokens[rows] = shifted[rows].argmax(dim=1)
+        tokens[rows] = logits[rows].argmax(dim=1)
     if (rows := np.flatnonzero(tempered)).size:
-        tokens[rows] = _tempered(shifted[rows], controls.temperature[rows], uniforms[rows])
+        tokens[rows] = _tempered(logits[rows], controls.temperature[rows], uniforms[rows])
     if (rows := np.flatnonzero(truncated)).size:
-        drawn, _ = sampling.draw(shifted[rows].numpy(), _only(controls, rows), uniforms[rows])
+        drawn, _ = sampling.draw(logits[rows].numpy(), _only(controls, rows), uniforms[rows])
         tokens[rows] = torch.from_numpy(drawn)
     return tokens
 
 
-def _tempered(shifted: Tensor, temperature: Array, uniforms: Array) -> Tensor:
+def _tempered(logits: Tensor, temperature: Array, uniforms: Array) -> Tensor:
     # Any lower, and only the maximum has mass, as here; float32 could not hold the quotients.
     divisor = torch.from_numpy(np.maximum(temperature, _LOWEST_TEMPERATURE)).float()
-    masses = _blocks((shifted / divisor[:, None]).exp_())
+    shifted = logits - logits.amax(dim=1, keepdim=True)
+    masses = _blocks(shifted.div_(divisor[:, None]).exp_())
     sums = masses.sum(dim=2, dtype=torch.float64)
     return _invert(masses, sums, torch.from_numpy(uniforms))
 
