@@ -45,7 +45,8 @@ def rate_in_turn(
 ) -> tuple[float, float]:
     """(ours, reference) in units of work per second: medians over rounds that alternate the two sides."""
     sides: tuple[list[float], list[float]] = ([], [])
-    ours(), reference()
+    ours()
+    reference()
     for i in range(rounds):
         order = (0, 1) if i % 2 == 0 else (1, 0)
         for side in order:

@@ -1,6 +1,6 @@
 """The spine: a training step, a sample, a publish through client and server, against direct loops.
 
-    make bench BENCH=spine
+make bench BENCH=spine
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sampling(service: tinker.ServiceClient, directory: Path, rounds: int) -> lis
             futures = [client.sample(p, 1, params) for p in inputs]
             for future in futures:
                 (sequence,) = future.result().sequences
-                assert len(sequence.tokens) == len(sequence.logprobs) == new_tokens
+                assert len(sequence.tokens) == len(sequence.logprobs or ()) == new_tokens
 
         reference = direct.generate(prompts, new_tokens=new_tokens)
         rate = report.rate_in_turn(count * new_tokens, ours, reference, rounds=rounds)
@@ -145,7 +145,8 @@ def training_step(client: tinker.TrainingClient, sequences: list[list[int]]) -> 
     def step() -> None:
         backward = client.forward_backward(batch, "cross_entropy")
         step = client.optim_step(tinker.AdamParams(learning_rate=1e-4))
-        backward.result(), step.result()
+        backward.result()
+        step.result()
 
     return step
 
@@ -155,8 +156,8 @@ def data(sequences: list[list[int]]) -> list[tinker.Datum]:
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
-                "target_tokens": np.asarray(tokens[1:]),
-                "weights": np.ones(len(tokens) - 1, np.float32),
+                "target_tokens": tinker.TensorData.from_numpy(np.asarray(tokens[1:])),
+                "weights": tinker.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
             },
         )
         for tokens in sequences
@@ -201,9 +202,7 @@ def _train_row(
 
 
 def _at_least(name: str, unit: str, rate: tuple[float, float], goal: float) -> Row:
-    return Row(
-        name=name, unit=unit, ours=rate[0], reference=rate[1], goal=goal, kind="at_least"
-    )
+    return Row(name=name, unit=unit, ours=rate[0], reference=rate[1], goal=goal, kind="at_least")
 
 
 def _at_most(name: str, unit: str, ours: float, goal: float) -> Row:

@@ -48,8 +48,18 @@ def trained(served: tuple[tinker.ServiceClient, Path]) -> tinker.TrainingClient:
 def datum(tokens: list[int], **inputs: list[float]) -> tinker.Datum:
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64"),
+            **{k: tinker.TensorData(data=v, dtype="float32") for k, v in inputs.items()},
+        },
     )
+
+
+def score(client: tinker.SamplingClient, tokens: list[int]) -> np.ndarray:
+    """float64 (num tokens - 1,): the first token has no logprob."""
+    first, *rest = client.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
+    assert first is None
+    return np.array(rest, np.float64)
 
 
 def forward(client: tinker.TrainingClient, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -74,11 +84,8 @@ def test_forward_sampler_and_plain_peft_agree(
     )
     for tokens, ours, untrained in zip(SEQUENCES, by_trainer, base_logprobs, strict=True):
         assert np.abs(ours - untrained).max() > 0.1
-        prompt = tinker.ModelInput.from_ints(tokens)
         for client in (sampler, saved):
-            scored = client.compute_logprobs(prompt).result()
-            assert scored[0] is None
-            np.testing.assert_allclose(scored[1:], ours, atol=TOLERANCE)
+            np.testing.assert_allclose(score(client, tokens), ours, atol=TOLERANCE)
         with torch.no_grad():
             logprobs = plain(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         reference = logprobs[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
@@ -92,6 +99,7 @@ def test_sampled_logprobs_fed_back_give_ratio_one(trained: tinker.TrainingClient
     response = sampler.sample(tinker.ModelInput.from_ints(prompt), 4, params).result()
     data = []
     for sequence in response.sequences:
+        assert sequence.logprobs is not None
         tokens = prompt + sequence.tokens
         data.append(
             datum(tokens, logprobs=[0.0, 0.0, *sequence.logprobs], advantages=[0.0] * 2 + [1.0] * 6)
@@ -100,20 +108,19 @@ def test_sampled_logprobs_fed_back_give_ratio_one(trained: tinker.TrainingClient
     assert output.metrics["loss:sum"] == pytest.approx(-24, abs=1e-3)
     for sequence, fields in zip(response.sequences, output.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(
-            fields["logprobs"].to_numpy()[2:], sequence.logprobs, atol=TOLERANCE
+            fields["logprobs"].to_numpy()[2:], np.array(sequence.logprobs), atol=TOLERANCE
         )
 
 
 def test_snapshot_keeps_its_weights_when_training_goes_on(trained: tinker.TrainingClient) -> None:
     pinned = trained.save_weights_and_get_sampling_client().result()
-    prompt = tinker.ModelInput.from_ints(SEQUENCES[0])
-    before = pinned.compute_logprobs(prompt).result()
+    before = score(pinned, SEQUENCES[0])
     path = trained.save_state("pinned", overwrite=True).result().path
     trained.forward_backward([datum(SEQUENCES[2])], "cross_entropy")
     trained.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
     later = trained.save_weights_and_get_sampling_client().result()
-    assert pinned.compute_logprobs(prompt).result() == before
-    assert np.abs(np.subtract(later.compute_logprobs(prompt).result()[1:], before[1:])).max() > 0.1
+    np.testing.assert_array_equal(score(pinned, SEQUENCES[0]), before)
+    assert np.abs(score(later, SEQUENCES[0]) - before).max() > 0.1
     trained.load_state_with_optimizer(path).result()
 
 
