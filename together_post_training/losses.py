@@ -151,8 +151,9 @@ def evaluate(
 
     Raises:
         PostTrainingError: NON_FINITE_LOSS if the loss or its derivative is NaN or outside float32's range, in which
-            engines train.
+            engines train; INVALID_ARGUMENT if a position's clip bounds are in the wrong order.
     """
+    _check_bounds(lp, inputs, params, sample)
     with np.errstate(over="ignore", invalid="ignore"):
         value = contract(name).fn(lp, inputs, params)
     worst = np.array([value.loss, *value.gradient.flat])
@@ -212,15 +213,26 @@ def _bounds(
     """The clip bounds of each position: its own where given, else the call's."""
     low = inputs.get("clip_low_threshold", params["clip_low_threshold"])
     high = inputs.get("clip_high_threshold", params["clip_high_threshold"])
-    if np.any(np.greater(low, high)):
-        where = int(np.flatnonzero(np.broadcast_to(np.greater(low, high), lp.shape))[0])
+    return np.broadcast_to(low, lp.shape), np.broadcast_to(high, lp.shape)
+
+
+def _check_bounds(
+    lp: Array, inputs: Mapping[str, Array], params: Mapping[str, float], sample: int
+) -> None:
+    """What one position gives may not fit what the call gives."""
+    if "clip_low_threshold" not in params:
+        return
+    low, high = _bounds(lp, inputs, params)
+    wrong = np.flatnonzero(low > high)
+    if wrong.size:
+        at = int(wrong[0])
         raise fail(
             Reason.INVALID_ARGUMENT,
-            f"At position {where} clip_low_threshold is above clip_high_threshold. Both are bounds of the ratio "
-            "itself (0.8 and 1.2, say), not offsets from 1.",
-            position=where,
+            f"Sample {sample}: at position {at} clip_low_threshold {low[at]:g} is above clip_high_threshold "
+            f"{high[at]:g}. Both are bounds of the ratio itself (0.8 and 1.2, say), not offsets from 1.",
+            sample=sample,
+            position=at,
         )
-    return np.broadcast_to(low, lp.shape), np.broadcast_to(high, lp.shape)
 
 
 def _ratio_metrics(lp: Array, inputs: Mapping[str, Array], ratio: Array) -> dict[str, float]:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from backend.trainer.base import AdamParams, Adapter, LoraConfig
 from tests.conformance.bench import Bench, head_lora
 from tests.conformance.data import (
     LINEAR,
     assert_same_adapter,
+    call,
     changed,
     forward,
     part,
@@ -347,6 +349,16 @@ def test_a_seed_fixes_the_adapter_whatever_happened_before(bench: Bench):
     assert changed(fresh, bench.trainer.adapter(between)) == a_names
     a_bytes = [fresh.tensors[name].tobytes() for name in a_names]
     assert len(set(a_bytes)) == len(a_bytes), "two layers share their A"
+
+
+def test_global_random_streams_are_left_alone(bench: Bench):
+    """Neither drawn from nor seeded: a script's own draws do not depend on the engine."""
+    numpy_state, torch_state = np.random.get_state(), torch.random.get_rng_state()
+    session = bench.session(seed=8)
+    train(bench.trainer, session, batch(bench, 4), adam=AdamParams())
+    bench.sample(call([1, 2], snapshot=bench.publish(session), max_tokens=3))
+    np.testing.assert_equal(np.random.get_state(), numpy_state)
+    assert torch.equal(torch.random.get_rng_state(), torch_state)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**40, 2**63 - 1])
