@@ -247,7 +247,7 @@ def test_bounds_of_a_position_in_the_wrong_order_are_refused():
         "advantages": np.ones(3),
         "clip_low_threshold": np.array([0.8, 1.3, 0.8]),
     }
-    with pytest.raises(PostTrainingError, match="Sample 2.*position 1") as error:
+    with pytest.raises(PostTrainingError, match=r"Sample 2.*position 1") as error:
         losses.evaluate("ppo", np.zeros(3), inputs, losses.complete_params("ppo", {}), sample=2)
     assert error.value.reason is Reason.INVALID_ARGUMENT
 
