@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
 
 from backend.generator.kv_cache import KVCache
 from backend.generator.sequences import Job, Prefill, Sample
@@ -30,6 +29,7 @@ class Batch:
         self._max_prefill_tokens = max_prefill_tokens
         self._waiting: deque[Job] = deque()
         self._numbers = itertools.count()
+        self._admitted: list[Prefill] = []
         self.running: list[Sample] = []
 
     @property
@@ -38,7 +38,8 @@ class Batch:
 
     @property
     def jobs(self) -> set[Job]:
-        return {*self._waiting, *self.running_jobs}
+        """All that have not been answered."""
+        return {*self._waiting, *(p.job for p in self._admitted), *self.running_jobs}
 
     @property
     def running_jobs(self) -> set[Job]:
@@ -49,26 +50,31 @@ class Batch:
         self._waiting.append(job)
 
     def admit(self) -> list[Prefill]:
-        """The prompts to read now. Their samples have rows, and are to be started or released."""
-        prefills: list[Prefill] = []
+        """The prompts to read now; their samples have rows. Jobs that were cancelled while they waited are dropped."""
+        self._admitted = []
         num_tokens = 0
         while self._waiting:
             job = self._waiting[0]
+            if job.future.cancelled():
+                self.forget({job})
+                continue
             prefill = Prefill(job, job.next_tokens())
             num_tokens += len(prefill.tokens)
-            if prefills and num_tokens > self._max_prefill_tokens:
+            if self._admitted and num_tokens > self._max_prefill_tokens:
                 break
             self._seat(prefill)
             if job.waiting and not prefill.samples:
                 break
-            prefills.append(prefill)
+            self._admitted.append(prefill)
             if not job.waiting:
                 self._waiting.popleft()
-        return prefills
+        return self._admitted
 
-    def start(self, samples: Iterable[Sample]) -> None:
-        """The samples of a prefill run from now on."""
-        self.running.extend(samples)
+    def start(self) -> None:
+        """The samples of the prompts that were admitted run from now on."""
+        for prefill in self._admitted:
+            self.running += [sample for sample in prefill.samples if sample.row is not None]
+        self._admitted = []
 
     def release(self, sample: Sample) -> None:
         """Takes a sample out and its row back, if it has one."""

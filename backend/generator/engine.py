@@ -45,7 +45,10 @@ class Engine:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._receive():
-                self._step()
+                try:
+                    self._step()
+                except Exception as error:
+                    self._fail(self._batch.jobs, error)
         closed = fail(Reason.UNAVAILABLE, "The generator was closed.")
         for job in (*self._batch.jobs, *self._left_behind()):
             job.fail(closed)
@@ -67,7 +70,7 @@ class Engine:
 
     def _step(self) -> None:
         batch = self._batch
-        batch.forget({job for job in batch.jobs if job.future.cancelled()})
+        batch.forget({job for job in batch.running_jobs if job.future.cancelled()})
         if prefills := batch.admit():
             self._guarded(self._read, prefills, {prefill.job for prefill in prefills})
         batch.make_room()
@@ -83,8 +86,7 @@ class Engine:
 
     def _read(self, prefills: list[Prefill]) -> None:
         drawn = self._stepper.read(prefills)
-        for prefill in prefills:
-            self._batch.start(prefill.samples)
+        self._batch.start()
         self._push(drawn)
         self._answer({prefill.job for prefill in prefills})
 

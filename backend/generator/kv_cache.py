@@ -68,25 +68,30 @@ class Pool:
                 copied[to_index, :length] = stored[index, :length]
 
     def resize(self, num_rows: int) -> None:
-        """Makes room for exactly this many rows, at least those in use."""
-        assert num_rows >= len(self.rows)
+        """Makes room for exactly this many rows, at least those in use. Changes nothing if memory runs out."""
+        used = len(self.rows)
+        assert num_rows >= used
+        layers = {}
+        for layer, (keys, values) in self._layers.items() if num_rows else ():
+            layers[layer] = _zeros(num_rows, self.capacity, keys, values)
+            for stored, copied in zip((keys, values), layers[layer], strict=True):
+                copied[:used] = stored[:used]
+        self._layers = layers
         self.num_allocated = num_rows
-        old, self._layers = self._layers, {}
-        if not num_rows:
-            return
-        for layer, tensors in old.items():
-            for stored, larger in zip(tensors, self._layer(layer, *tensors), strict=True):
-                larger[: len(self.rows)] = stored[: len(self.rows)]
 
     def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._layers:
-            # Zeros, because attention multiplies what it masks by 0, and memory that was never written may hold NaN.
-            shape = (self.num_allocated, self.capacity)
-            self._layers[layer] = (
-                keys.new_zeros(*shape, *keys.shape[-2:]),
-                values.new_zeros(*shape, *values.shape[-2:]),
-            )
+            self._layers[layer] = _zeros(self.num_allocated, self.capacity, keys, values)
         return self._layers[layer]
+
+
+def _zeros(num_rows: int, capacity: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """For keys and values of these kinds. Zeros, because attention multiplies what it masks by 0, and memory that was
+    never written may hold NaN."""
+    return (
+        keys.new_zeros(num_rows, capacity, *keys.shape[-2:]),
+        values.new_zeros(num_rows, capacity, *values.shape[-2:]),
+    )
 
 
 class KVCache:
@@ -130,7 +135,11 @@ class KVCache:
     def grow(self, row: Row) -> None:
         """Moves a row to one of twice the capacity."""
         old, place = row.pool, self.take(2 * row.pool.capacity)
-        old.copy(row.index, place.pool, place.index, old.capacity)
+        try:
+            old.copy(row.index, place.pool, place.index, old.capacity)
+        except BaseException:  # out of memory
+            self.give_back(place)
+            raise
         old.remove(row)
         row.pool, row.index = place.pool, place.index
         place.pool.rows[place.index] = row

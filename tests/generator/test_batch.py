@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +22,8 @@ def job(num_prompt: int, max_tokens: int, num_samples: int = 1) -> Job:
 def step(batch: Batch) -> list[Prefill]:
     """Everybody gets a token, as from a model; those that have all leave."""
     prefills = batch.admit()
-    for prefill in prefills:
-        batch.start(prefill.samples)
-        push(batch, prefill.samples)
+    batch.start()
+    push(batch, [sample for prefill in prefills for sample in prefill.samples])
     batch.make_room()
     for sample in batch.running:
         assert sample.num_tokens <= sample.held_row.pool.capacity
@@ -91,7 +91,7 @@ def test_a_large_call_does_not_let_later_ones_pass():
     batch.add(job(3, 5))
     (first,) = batch.admit()
     assert [len(first.samples), first.job.number] == [2, 0]
-    batch.start(first.samples)
+    batch.start()
     assert batch.admit() == []
     batch.release(first.samples[0])
     (second,) = batch.admit()
@@ -104,7 +104,8 @@ def test_the_youngest_gives_its_row_to_an_older_one_and_starts_over():
     old, young = job(60, 150), job(60, 150)
     batch.add(old)
     batch.add(young)
-    batch.start(s for p in batch.admit() for s in p.samples)
+    batch.admit()
+    batch.start()
     while young.samples[0].row is not None:
         push(batch, list(batch.running))
         batch.make_room()
@@ -115,6 +116,40 @@ def test_the_youngest_gives_its_row_to_an_older_one_and_starts_over():
     (prefill,) = batch.admit()
     assert prefill.samples == [young.samples[0]]
     assert prefill.tokens.tolist() == [*range(60), *[7] * (tokens - 60)]
+
+
+def test_jobs_cancelled_while_they_wait_are_dropped():
+    batch = Batch(KVCache(4096), max_running=1, max_prefill_tokens=100)
+    jobs = [job(5, 50) for _ in range(4)]
+    for one in jobs:
+        batch.add(one)
+    for cancelled in (0, 2):
+        jobs[cancelled].future.cancel()
+    assert [p.job for p in batch.admit()] == [jobs[1]]
+    assert batch.jobs >= {jobs[1], jobs[3]}
+
+
+def test_memory_that_runs_out_loses_no_job(monkeypatch):
+    """Neither those admitted in the same step nor the one that it struck, and no row."""
+    cache = KVCache(4096)
+    batch = Batch(cache, max_running=8, max_prefill_tokens=100)
+    jobs = [job(5, 50), job(5, 50)]
+    for one in jobs:
+        batch.add(one)
+    take, taken = cache.take, []
+
+    def run_out(num_tokens: int):
+        if taken:
+            raise MemoryError
+        taken.append(num_tokens)
+        return take(num_tokens)
+
+    monkeypatch.setattr(cache, "take", run_out)
+    with pytest.raises(MemoryError):
+        batch.admit()
+    assert batch.jobs == set(jobs)
+    batch.forget(batch.jobs)
+    assert cache.num_rows == 0
 
 
 def test_forgotten_jobs_leave_nothing():

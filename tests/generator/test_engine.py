@@ -63,8 +63,8 @@ class Bench:
     def __init__(self) -> None:
         self.stepper = CountingStepper()
         self.cache = KVCache(4096)
-        batch = Batch(self.cache, max_running=4, max_prefill_tokens=100)
-        self.engine = Engine(self.stepper, batch)
+        self.batch = Batch(self.cache, max_running=4, max_prefill_tokens=100)
+        self.engine = Engine(self.stepper, self.batch)
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, decode: Decode | None = None, **options
@@ -178,6 +178,20 @@ def test_a_failed_step_fails_what_runs_and_the_engine_goes_on(bench: Bench, monk
         raise MemoryError("no more of it")
 
     monkeypatch.setattr(bench.stepper, "advance", fail_once)
+    with pytest.raises(PostTrainingError, match="no more of it"):
+        bench.submit([1], 5).future.result(TIMEOUT_S)
+    assert tokens_of(bench.submit([1], 3)) == [[1, 2, 3]]
+    assert bench.cache.num_rows == 0
+
+
+def test_a_failure_between_steps_fails_what_is_there_and_the_engine_goes_on(
+    bench: Bench, monkeypatch
+):
+    def fail_once() -> None:
+        monkeypatch.undo()
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(bench.batch, "make_room", fail_once)
     with pytest.raises(PostTrainingError, match="no more of it"):
         bench.submit([1], 5).future.result(TIMEOUT_S)
     assert tokens_of(bench.submit([1], 3)) == [[1, 2, 3]]

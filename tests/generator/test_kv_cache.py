@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from backend.generator import kv_cache
 from backend.generator.kv_cache import KVCache, Row, bytes_per_token, capacity_for
 
 HEADS, DIM = 2, 3
@@ -78,6 +79,24 @@ def test_a_cache_uses_all_its_tokens_and_no_more():
     cache.take(512)
     assert cache.tokens_allocated == 512
     assert not cache.has_room(1)
+
+
+def test_memory_that_runs_out_changes_nothing(monkeypatch):
+    cache = KVCache(max_tokens=1024)
+    rows = [cache.take(64) for _ in range(2)]
+    for row in rows:
+        fill(row, 0, 64, 1.0 + row.index)
+
+    def run_out(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(kv_cache, "_zeros", run_out)
+    with pytest.raises(MemoryError):
+        cache.grow(rows[0])
+    with pytest.raises(MemoryError):
+        cache.take(64)
+    assert cache.num_rows == 2
+    assert all(holds(row, 0, 64, 1.0 + row.index) for row in rows)
 
 
 def test_memory_never_written_is_finite():
