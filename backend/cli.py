@@ -149,6 +149,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         host=options.host,
         port=options.port,
         store=options.store,
+        embedded=options.embedded,
         models=tuple(options.model),
         load_on_demand=options.load_on_demand,
         durability=options.durability,
@@ -191,6 +192,11 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         help="also load other models when they are asked for",
     )
     serve.add_argument("--store", type=Path, default=DEFAULT_STORE, help="where work is kept")
+    serve.add_argument(
+        "--embedded",
+        action="store_true",
+        help="take a free part of the store, beside other servers that use it",
+    )
     serve.add_argument(
         "--durability",
         choices=("process", "machine"),

@@ -19,7 +19,9 @@ class ServerConfig:
     port: int = DEFAULT_PORT
     """0: any free one."""
     store: Path = DEFAULT_STORE
-    """The directory that the server keeps its work in; one server at a time."""
+    """The directory that the server keeps its work in."""
+    embedded: bool = False
+    """Take a free part of the store: any number of such servers may run on one store, beside one that is not."""
     models: tuple[ModelSpec, ...] = ()
     """Loaded at the start."""
     load_on_demand: bool = False

@@ -31,7 +31,7 @@ from backend.services.registration import Health, add_reflection, add_services
 from backend.services.session_service import SessionService
 from backend.services.status import ErrorBorder
 from backend.services.trainer_service import TrainerService
-from backend.store import open_store
+from backend.store import open_embedded_store, open_store
 from together_post_training.errors import Reason, fail
 from together_post_training.v1 import operations_pb2
 
@@ -61,7 +61,8 @@ class Server:
         self._config = config
         self._clock = clock
         self._monotonic = monotonic
-        self._store = open_store(config.store)
+        open_ = open_embedded_store if config.embedded else open_store
+        self._store = open_(config.store)
         self._journal = SqliteJournal(
             self._store.journal, self._store.operations, config.durability
         )

@@ -1,19 +1,22 @@
-"""Directories of files that appear, change and vanish whole.
+"""Directories of files that appear, change and vanish whole, for all the servers of a store.
 
     .data/{id}/                     a version's files; never written to again
     {session}/{folder}/{name}       a symbolic link to one of them
 
 Everything is written and synced under .data; a checkpoint appears, is replaced and vanishes by one rename or
-unlink of its link. A version that is being read is removed when its last reader has left.
+unlink of its link. Locks are the operating system's, so that a killed process leaves none behind:
+
+    .data          held by whoever changes links, so that nobody replaces what they have not seen
+    .data/{id}     shared by those who write or read the version; whoever has it alone may remove it
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
-import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,16 +27,13 @@ _DATA = ".data"
 
 
 class CheckpointFolder:
-    """Safe to use from several threads of the one process that holds the store."""
+    """Safe to use from several threads and several processes of one machine."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._data = root / _DATA
         self._data.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
-        self._readers: Counter[Path] = Counter()
-        self._doomed: set[Path] = set()
-        self._remove_orphans()
+        self.remove_orphans()
 
     def write(
         self,
@@ -46,62 +46,97 @@ class CheckpointFolder:
         Raises:
             FileExistsError: `may_replace` says no of the version that is there at the end; it is still there.
         """
-        version = self._data / uuid.uuid4().hex
-        version.mkdir(mode=0o755)
+        link = self._root / relative
+        version, fd = self._new_version()
         try:
             for name, data in files.items():
                 _write_synced(version / name, data)
             sync_directory(version)
             sync_directory(self._data)
-            self._point(relative, version, may_replace)
-        except BaseException:
-            shutil.rmtree(version, ignore_errors=True)
-            raise
+            self._point(link, version, may_replace)
+        finally:
+            self._let_go(link, version, fd)
 
     def delete(self, relative: Path, expected: Path | None = None) -> bool:
         """False: there was nothing, or another version than the `expected` one."""
         link = self._root / relative
-        with self._lock:
+        with self._changing():
             version = self._version(link)
             if version is None or expected not in (None, version):
                 return False
             link.unlink()
-            sync_directory(link.parent)
-            self._discard(version)
+        sync_directory(link.parent)
+        _remove_unused(version)
         return True
 
     @contextmanager
     def reading(self, relative: Path) -> Iterator[Path | None]:
         """The directory of the version that is there now, which stays for as long as it is read. None: nothing."""
-        with self._lock:
-            version = self._version(self._root / relative)
-            if version is not None:
-                self._readers[version] += 1
+        link = self._root / relative
+        held = self._hold(link)
+        if held is None:
+            yield None
+            return
+        version, fd = held
         try:
             yield version
         finally:
-            if version is not None:
-                self._leave(version)
+            self._let_go(link, version, fd)
 
     def links(self, session: str | None) -> list[Path]:
         """Everything there is, relative to the root."""
-        pattern = f"{session or '*'}/*/*"
-        return [p.relative_to(self._root) for p in self._root.glob(pattern) if p.is_symlink()]
+        # Passes over .data, and over what vanishes meanwhile.
+        found = glob.glob(f"{session or '*'}/*/*", root_dir=self._root)
+        return [Path(path) for path in found if (self._root / path).is_symlink()]
 
-    def _point(self, relative: Path, version: Path, may_replace: Callable[[Path], bool]) -> None:
-        link = self._root / relative
+    def remove_orphans(self) -> None:
+        """What a process that was killed had begun to write, or had not finished removing."""
+        with self._changing():
+            linked = {self._version(self._root / relative) for relative in self.links(None)}
+            for path in self._data.iterdir():
+                if path.is_symlink():
+                    path.unlink()
+                elif path not in linked:
+                    _remove_unused(path)
+
+    def _new_version(self) -> tuple[Path, int]:
+        version = self._data / uuid.uuid4().hex
+        with self._changing():  # Without a link, it is an orphan until it is locked.
+            version.mkdir(mode=0o755)
+            return version, _lock(version, fcntl.LOCK_SH)
+
+    def _point(self, link: Path, version: Path, may_replace: Callable[[Path], bool]) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._data / f"{version.name}.link"
-        temporary.symlink_to(os.path.relpath(version, link.parent))
-        with self._lock:
+        with self._changing():
             replaced = self._version(link)
             if replaced is not None and not may_replace(replaced):
-                temporary.unlink()
-                raise FileExistsError(relative)
+                raise FileExistsError(link)
+            temporary.symlink_to(os.path.relpath(version, link.parent))
             os.replace(temporary, link)
-            sync_directory(link.parent)
-            if replaced is not None:
-                self._discard(replaced)
+        sync_directory(link.parent)
+        if replaced is not None:
+            _remove_unused(replaced)
+
+    def _hold(self, link: Path) -> tuple[Path, int] | None:
+        """The version that is there and the lock that keeps it from being removed. None: nothing is there."""
+        while (version := self._version(link)) is not None:
+            try:
+                fd = _lock(version, fcntl.LOCK_SH)
+            except FileNotFoundError:
+                if self._version(link) == version:
+                    return None  # Somebody removed the files by hand.
+                continue
+            if self._version(link) == version:
+                return version, fd
+            os.close(fd)
+        return None
+
+    def _let_go(self, link: Path, version: Path, fd: int) -> None:
+        """The last one to let go of a version that is not there any more removes it."""
+        os.close(fd)
+        if self._version(link) != version:
+            _remove_unused(version)
 
     def _version(self, link: Path) -> Path | None:
         try:
@@ -109,31 +144,36 @@ class CheckpointFolder:
         except OSError:
             return None
 
-    def _discard(self, version: Path) -> None:
-        if self._readers[version]:
-            self._doomed.add(version)
-        else:
-            del self._readers[version]
-            shutil.rmtree(version, ignore_errors=True)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        fd = _lock(self._data, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            os.close(fd)
 
-    def _leave(self, version: Path) -> None:
-        with self._lock:
-            self._readers[version] -= 1
-            if self._readers[version]:
-                return
-            del self._readers[version]
-            if version in self._doomed:
-                self._doomed.remove(version)
-                shutil.rmtree(version, ignore_errors=True)
 
-    def _remove_orphans(self) -> None:
-        """What a server that was killed had begun to write, or had not finished removing."""
-        linked = {self._version(self._root / relative) for relative in self.links(None)}
-        for path in self._data.iterdir():
-            if path.is_symlink():
-                path.unlink()
-            elif path not in linked:
-                shutil.rmtree(path, ignore_errors=True)
+def _lock(directory: Path, how: int) -> int:
+    """A file descriptor that holds the lock until it is closed. Raises FileNotFoundError, BlockingIOError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, how)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_unused(version: Path) -> None:
+    """Leaves it to those who hold it, if there are any."""
+    try:
+        fd = _lock(version, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return
+    try:
+        shutil.rmtree(version, ignore_errors=True)
+    finally:
+        os.close(fd)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

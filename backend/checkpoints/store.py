@@ -49,7 +49,7 @@ class Piece:
 
 
 class CheckpointStore:
-    """`clock`: seconds since 1970."""
+    """Several servers may use one root at once. `clock`: seconds since 1970."""
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         self._folder = CheckpointFolder(root)
@@ -150,10 +150,12 @@ class CheckpointStore:
                 yield from _file_pieces(version / name)
 
     def sweep(self) -> int:
-        """Removes what has expired; the number of checkpoints removed."""
+        """Removes what has expired, and what killed servers left; the number of checkpoints removed."""
         expired = [(link, v) for link, v, m in self._all(None) if m.is_expired(self._clock())]
         # One that was replaced in between stays.
-        return sum(self._folder.delete(link, version) for link, version in expired)
+        num_removed = sum(self._folder.delete(link, version) for link, version in expired)
+        self._folder.remove_orphans()
+        return num_removed
 
     def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
         """Every link with its version and manifest; unreadable ones are logged and left out."""

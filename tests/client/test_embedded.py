@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from together_post_training.client.embedded import command, environment
@@ -46,15 +48,17 @@ def run(then: str, store: Path, **settings) -> subprocess.CompletedProcess[str]:
 
 
 def is_running(pid: int) -> bool:
+    """A zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
 
 
-def owner(store: Path) -> int:
-    return int((store / "lock").read_text())
+def owner(store: Path, part: str = "embedded-1") -> int:
+    return int((store / part / "lock").read_text())
 
 
 def wait_for_end(pid: int, timeout_s: float = 20) -> None:
@@ -99,7 +103,7 @@ def test_embedded_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path)
     store = tmp_path / "store"
     then = f"""
 import os, signal
-os.kill(int(open({str(store / "lock")!r}).read()), signal.SIGKILL)
+os.kill(int(open({str(store / "embedded-1" / "lock")!r}).read()), signal.SIGKILL)
 try:
     client.forward([tinker.Datum(tinker.ModelInput.from_ints([3]), dict(target_tokens=[4]))], "cross_entropy").result()
 except tinker.APIConnectionError as error:
@@ -131,6 +135,101 @@ client.save_state("last")
     ended = run(then, store)
     assert ended.returncode == 0, ended.stderr
     assert list(store.glob("checkpoints/*/weights/last")), ended.stderr
+
+
+@contextmanager
+def running(then: str, store: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script that has made its client, and says what `then` prints."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(then=then)],
+        env=script_environment(store),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        said(child, "True")
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def said(child: subprocess.Popen[str], start: str) -> str:
+    """The first line from now on that starts so."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(start):
+            return line.strip()
+    raise AssertionError(f"the script ended without saying {start!r}")
+
+
+TRAIN = """
+def steps(client, number):
+    data = [tinker.Datum(tinker.ModelInput.from_ints([3, 4]), dict(target_tokens=[9, 1]))]
+    for _ in range(number):
+        result = client.forward_backward(data, "cross_entropy")
+        client.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    return result.result().metrics["loss:sum"]
+"""
+FIRST = (
+    TRAIN
+    + """
+steps(client, 2)
+print(client.save_state("two").result().path, flush=True)
+input()
+print("loss", steps(client, 3), flush=True)
+input()
+"""
+)
+SECOND = (
+    TRAIN
+    + """
+steps(client, 1)
+resumed = service.create_training_client_from_state_with_optimizer({path!r}).result()
+print("loss", steps(resumed, 3), flush=True)
+input()
+"""
+)
+
+
+def test_two_scripts_at_once_train_and_share_their_checkpoints(tmp_path):
+    """Both go on from the same checkpoint at the same time, and end with the same loss."""
+    store = tmp_path / "store"
+    with running(FIRST, store) as first:
+        path = said(first, "tinker://")
+        with running(SECOND.replace("{path!r}", repr(path)), store) as second:
+            assert first.stdin is not None
+            print(file=first.stdin, flush=True)
+            losses = [said(script, "loss") for script in (first, second)]
+            assert is_running(owner(store, "embedded-1"))
+            assert is_running(owner(store, "embedded-2"))
+    assert losses[0] == losses[1]
+    assert (
+        store / "checkpoints" / path.removeprefix("tinker://") / "adapter_config.json"
+    ).is_file()
+
+
+def test_part_of_a_killed_server_is_taken_by_the_next_and_its_results_can_be_read(tmp_path):
+    store = tmp_path / "store"
+    then = "client.save_state('a').result(); print(client.model_id, flush=True); input()"
+    with running(then, store) as first:
+        assert first.stdout is not None
+        session = first.stdout.readline().strip()
+        server = owner(store)
+        os.kill(server, signal.SIGKILL)
+        wait_for_end(server)
+        read = f"""
+from together_post_training.v1 import operations_pb2
+name = "sessions/{session}/operations/1"
+request = operations_pb2.GetOperationRequest(name=name)
+call = service.holder.connection.call("operations.GetOperation", request)
+print(service.holder.start(call).result().save_checkpoint.path)
+"""
+        ended = run(read, store)
+    assert f"tinker://{session}/weights/a" in ended.stdout, ended.stderr
+    assert [part.name for part in store.glob("embedded-*")] == ["embedded-1"]
 
 
 def test_embedded_server_is_not_the_backend_of_the_directory_the_script_is_in(tmp_path):

@@ -22,7 +22,7 @@ def unused_port() -> int:
 
 
 def kill(store: Path) -> None:
-    os.kill(int((store / "lock").read_text()), signal.SIGKILL)
+    os.kill(int((store / "server" / "lock").read_text()), signal.SIGKILL)
 
 
 def test_a_server_that_was_killed_and_restarted_gives_definite_errors_and_its_checkpoints(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,7 +18,7 @@ from backend.operations.memory_journal import MemoryJournal
 from backend.operations.registry import mark_failed
 from backend.operations.session import new_header
 from backend.operations.sqlite_journal import MAX_INLINE_BYTES, SqliteJournal
-from backend.store import open_store
+from backend.store import open_embedded_store, open_store
 from tests.operations.bench import Bench, good, run, step
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import generator_pb2, sessions_pb2
@@ -322,5 +323,19 @@ def test_store_is_used_by_one_server_at_a_time(tmp_path: Path):
     with pytest.raises(PostTrainingError, match="in use by another server") as caught:
         open_store(tmp_path / "new" / "store")
     assert caught.value.reason == Reason.UNAVAILABLE
+    assert caught.value.metadata["process"] == str(os.getpid())
     store.close()
     open_store(tmp_path / "new" / "store").close()
+
+
+def test_store_is_used_by_any_number_of_embedded_servers_which_share_its_checkpoints(
+    tmp_path: Path,
+):
+    stores = [open_store(tmp_path), *(open_embedded_store(tmp_path) for _ in range(3))]
+    assert [s.part.name for s in stores] == ["server", "embedded-1", "embedded-2", "embedded-3"]
+    assert {s.checkpoints for s in stores} == {tmp_path / "checkpoints"}
+    stores[2].close()
+    again = open_embedded_store(tmp_path)
+    assert again.part == stores[2].part, "the first free one"
+    for store in (*stores[:2], stores[3], again):
+        store.close()

@@ -109,9 +109,9 @@ class EmbeddedServer:
         tail = "\n".join(self._read_log()[-_LOG_TAIL_LINES:])
         return (
             f"{what} (exit status {self._process.returncode}). It needs the server's packages "
-            "(pip install 'together-post-training[server]') and a store of its own: to use a server that runs "
-            f"already, set {OWN_VARIABLE}; for another store, {STORE_VARIABLE}. The end of its log, {self._log}:\n"
-            f"{tail}"
+            "(pip install 'together-post-training[server]') and a directory to keep its work in: for another one, "
+            f"set {STORE_VARIABLE}; to use a server that runs already, {OWN_VARIABLE}. "
+            f"The end of its log, {self._log}:\n{tail}"
         )
 
     def _read_log(self) -> list[str]:
@@ -120,8 +120,8 @@ class EmbeddedServer:
 
 def command(ready_fd: int, store: str | None) -> list[str]:
     """-P: a directory that happens to be called `backend` where the script runs is not the server."""
-    serve = [sys.executable, "-P", "-m", "backend", "serve", "--load-on-demand", "--port", "0"]
-    serve += ["--parent-pipe", "--ready-fd", str(ready_fd)]
+    serve = [sys.executable, "-P", "-m", "backend", "serve", "--embedded", "--load-on-demand"]
+    serve += ["--port", "0", "--parent-pipe", "--ready-fd", str(ready_fd)]
     return serve + (["--store", store] if store else [])
 
 
