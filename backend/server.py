@@ -63,9 +63,13 @@ class Server:
         self._monotonic = monotonic
         open_ = open_embedded_store if config.embedded else open_store
         self._store = open_(config.store)
-        self._journal = SqliteJournal(
-            self._store.journal, self._store.operations, config.durability
-        )
+        try:
+            self._journal = SqliteJournal(
+                self._store.journal, self._store.operations, config.durability
+            )
+        except BaseException:
+            self._store.close()
+            raise
         self._checkpoints = CheckpointStore(self._store.checkpoints, clock)
         self._registry = OperationRegistry(self._journal, clock)
         self._intake = Intake(self._registry, self._journal, clock)

@@ -9,6 +9,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,6 +22,14 @@ _MAX_BATCH = 256
 _BUSY_TIMEOUT_MS = 10_000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """statements: what an empty database is made with. version: raised whenever they change; 1 or more."""
+
+    version: int
+    statements: str
+
+
 class Database:
     """Runs functions of a connection, one at a time, each in a savepoint of its own.
 
@@ -28,7 +37,8 @@ class Database:
     machine, at the price of an fsync for each commit.
     """
 
-    def __init__(self, path: Path, durability: Durability, schema: str) -> None:
+    def __init__(self, path: Path, durability: Durability, schema: Schema) -> None:
+        """Raises PostTrainingError UNAVAILABLE for a file of another version."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._connection = _connect(path, durability, schema)
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -128,10 +138,39 @@ def as_failure(error: Exception) -> Exception:
     )
 
 
-def _connect(path: Path, durability: Durability, schema: str) -> sqlite3.Connection:
+def _connect(path: Path, durability: Durability, schema: Schema) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute(f"PRAGMA synchronous={'FULL' if durability == 'machine' else 'NORMAL'}")
-    connection.executescript(schema)
+    try:
+        connection.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
+        is_new = _check_version(connection, path, schema.version)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={'FULL' if durability == 'machine' else 'NORMAL'}")
+        if is_new:
+            version = f"PRAGMA user_version = {schema.version};"
+            connection.executescript(f"BEGIN; {schema.statements} {version} COMMIT;")
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _check_version(connection: sqlite3.Connection, path: Path, expected: int) -> bool:
+    """Whether the database is empty."""
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_entries,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise _incompatible(path, f"cannot be read ({error})", expected) from None
+    if num_entries and version != expected:
+        raise _incompatible(path, f"has the version {version}", expected)
+    return not num_entries
+
+
+def _incompatible(path: Path, what: str, expected: int) -> PostTrainingError:
+    return fail(
+        Reason.UNAVAILABLE,
+        f"{path} {what}; this server reads and writes version {expected}. Start the release of together-post-training "
+        f"that made it, or move {path.parent} away: the results of earlier operations go with it, checkpoints stay.",
+        path=path,
+        expected=expected,
+    )

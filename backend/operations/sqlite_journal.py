@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from backend.operations.database import Database, Durability, as_failure
+from backend.operations.database import Database, Durability, Schema, as_failure
 from backend.operations.ended import contiguous, end, is_ended, without_result
 from backend.operations.journal import OperationEntry, SessionEntry, is_published
 from backend.store import write_whole
@@ -20,22 +20,24 @@ T = TypeVar("T")
 MAX_INLINE_BYTES = 64 * 1024
 
 # `result` holds a whole Operation message with its result, `header` one without; files are named by session number
-# and sequence. Version 1.
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (
+# and sequence.
+_SCHEMA = Schema(
+    version=1,
+    statements="""
+CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state INTEGER NOT NULL,
     policy_version INTEGER NOT NULL, digest BLOB NOT NULL, message BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS operations (
+CREATE TABLE operations (
     session INTEGER NOT NULL, sequence INTEGER NOT NULL, is_ended INTEGER NOT NULL,
     digest BLOB NOT NULL, header BLOB NOT NULL, has_request_file INTEGER NOT NULL,
     has_result_file INTEGER NOT NULL, request BLOB, result BLOB,
     PRIMARY KEY (session, sequence));
-CREATE INDEX IF NOT EXISTS unfinished ON operations (session) WHERE NOT is_ended;
-CREATE TABLE IF NOT EXISTS snapshots (
+CREATE INDEX unfinished ON operations (session) WHERE NOT is_ended;
+CREATE TABLE snapshots (
     number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, is_published INTEGER NOT NULL,
     message BLOB NOT NULL);
-PRAGMA user_version = 1;
-"""
+""",
+)
 
 
 class SqliteJournal:

@@ -318,6 +318,44 @@ def test_sqlite_journal_says_that_the_disk_is_full_and_writes_nothing(tmp_path: 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_sqlite_journal_of_another_version_is_refused_and_left_as_it_is(
+    tmp_path: Path, version: int
+):
+    database = sqlite3.connect(tmp_path / "j")
+    database.executescript(f"CREATE TABLE sessions (x); PRAGMA user_version = {version};")
+    database.close()
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(PostTrainingError) as caught:
+        SqliteJournal(tmp_path / "j", tmp_path)
+    for says in (
+        str(tmp_path / "j"),
+        f"the version {version};",
+        "version 1.",
+        "move",
+        "checkpoints stay",
+    ):
+        assert says in caught.value.message
+    assert (tmp_path / "j").read_bytes() == before
+
+
+def test_sqlite_journal_that_is_no_database_is_refused_with_a_sentence(tmp_path: Path):
+    (tmp_path / "j").write_bytes(b"no database" * 1000)
+    with pytest.raises(PostTrainingError, match=r"not a database.*checkpoints stay"):
+        SqliteJournal(tmp_path / "j", tmp_path)
+
+
+def test_sqlite_journal_whose_making_was_cut_short_is_made_again(tmp_path: Path):
+    """An empty file is what a process leaves that was killed before it had made the tables."""
+    (tmp_path / "j").touch()
+
+    async def test(journal: Journal) -> None:
+        await journal.put_session(session("s"))
+        assert await journal.get_session("s") == session("s")
+
+    used(lambda: SqliteJournal(tmp_path / "j", tmp_path), test)
+
+
 def test_store_is_used_by_one_server_at_a_time(tmp_path: Path):
     store = open_store(tmp_path / "new" / "store")
     with pytest.raises(PostTrainingError, match="in use by another server") as caught:

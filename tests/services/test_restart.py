@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import grpc
@@ -122,6 +123,18 @@ def test_second_server_on_the_same_store_is_refused(tmp_path: Path):
             serving(tmp_path / "store"),
         ):
             pass
+        running.caller.session().train(TOKENS)
+
+
+def test_store_of_another_version_is_refused_and_free_again(tmp_path: Path):
+    (tmp_path / "server").mkdir()
+    database = sqlite3.connect(tmp_path / "server" / "journal.sqlite3")
+    database.executescript("CREATE TABLE sessions (x); PRAGMA user_version = 7;")
+    database.close()
+    with pytest.raises(PostTrainingError, match="version 7"), serving(tmp_path):
+        pass
+    (tmp_path / "server").rename(tmp_path / "away")
+    with serving(tmp_path) as running:
         running.caller.session().train(TOKENS)
 
 
