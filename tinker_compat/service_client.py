@@ -318,7 +318,9 @@ async def _capabilities(connection: Connection) -> types.GetServerCapabilitiesRe
         # Older SupportedModels leave out the fields they do not know.
         types.SupportedModel(
             model_name=model.name,
-            max_context_length=model.max_context_length,
+            max_context_length=model.max_context_length
+            if model.HasField("max_context_length")
+            else None,
             trainable=model.trainable,
             sampleable=model.sampleable,
         )

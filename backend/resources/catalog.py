@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.resources.builtin import BUILTIN_MODELS
 from together_post_training.errors import PostTrainingError, Reason, fail
 
 
@@ -39,6 +40,15 @@ class Catalog:
     def specs(self) -> tuple[ModelSpec, ...]:
         return tuple(self._specs.values())
 
+    @property
+    def listed(self) -> tuple[ModelSpec, ...]:
+        """With the builtin models, where they are loaded on demand."""
+        if not self.load_on_demand:
+            return self.specs
+        builtin = (model.name for model in BUILTIN_MODELS.values() if model.is_installed)
+        unnamed = (name for name in builtin if name not in self._specs)
+        return self.specs + tuple(ModelSpec(name=name, path=name) for name in unnamed)
+
     def resolve(self, name: str) -> ModelSpec:
         """Raises MODEL_NOT_FOUND, with the names of those that are served."""
         if name in self._specs:
@@ -52,7 +62,7 @@ class Catalog:
         self._specs.setdefault(spec.name, spec)
 
     def _unknown(self, name: str) -> PostTrainingError:
-        served = ", ".join(self._specs) or "none yet"
+        served = ", ".join(spec.name for spec in self.listed) or "none yet"
         hint = (
             "Ask for one of those, or for any model that this server can find."
             if self.load_on_demand

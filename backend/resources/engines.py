@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.generator.base import Generator
+from backend.resources.builtin import BIGRAM
 from backend.trainer.base import Trainer
-
-BIGRAM = "builtin:bigram16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ def open_engines(name: str, path: str) -> Engines:
     Raises:
         PostTrainingError: MODEL_NOT_FOUND, and what the engines refuse.
     """
-    return _open_bigram(path) if path == BIGRAM else _open_torch(name, path)
+    return _open_bigram(path) if path == BIGRAM.name else _open_torch(name, path)
 
 
 def _open_bigram(path: str) -> Engines:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from backend.resources.builtin import BUILTIN_MODELS
 from backend.resources.catalog import ModelSpec
 from backend.resources.resources import Resources
 from together_post_training.errors import Reason, fail
@@ -42,7 +43,7 @@ class CatalogService(catalog_pb2_grpc.CatalogServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context):
         return pb.ListModelsResponse(
-            models=[self._model(spec) for spec in self._resources.catalog.specs]
+            models=[self._model(spec) for spec in self._resources.catalog.listed]
         )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context):
@@ -65,7 +66,14 @@ class CatalogService(catalog_pb2_grpc.CatalogServiceServicer):
     def _model(self, spec: ModelSpec) -> pb.Model:
         resource = self._resources.ready(spec.name)
         if resource is None:
-            return pb.Model(name=spec.name, trainable=True, sampleable=True)
+            known = BUILTIN_MODELS.get(spec.path)
+            return pb.Model(
+                name=spec.name,
+                max_context_length=None if known is None else known.max_seq_length,
+                trainable=True,
+                sampleable=True,
+                vocab_size=None if known is None else known.vocab_size,
+            )
         return pb.Model(
             name=spec.name,
             max_context_length=resource.model.limits.max_seq_length,

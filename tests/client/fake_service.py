@@ -252,8 +252,8 @@ class _Catalog(catalog_pb2_grpc.CatalogServiceServicer):
         return catalog_pb2.ServerInfo(version="fake")
 
     async def ListModels(self, request: Any, context: Any) -> catalog_pb2.ListModelsResponse:
-        model = catalog_pb2.Model(name="fake", architecture="Fake", max_context_length=64)
-        return catalog_pb2.ListModelsResponse(models=[model])
+        fake = catalog_pb2.Model(name="fake", architecture="Fake", max_context_length=64)
+        return catalog_pb2.ListModelsResponse(models=[fake, catalog_pb2.Model(name="unloaded")])
 
 
 class _Sessions(sessions_pb2_grpc.SessionServiceServicer):

@@ -232,6 +232,22 @@ print(service.holder.start(call).result().save_checkpoint.path)
     assert [part.name for part in store.glob("embedded-*")] == ["embedded-1"]
 
 
+def test_embedded_server_lists_models_before_any_is_loaded(tmp_path):
+    listing = """
+import tinker_compat as tinker
+for model in tinker.ServiceClient().get_server_capabilities().supported_models:
+    print(model.model_name, model.max_context_length)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", listing],
+        env=script_environment(tmp_path / "store"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert set(ended.stdout.splitlines()) >= {"builtin:tiny 1024", "builtin:bigram16 1024"}
+
+
 def test_embedded_server_is_not_the_backend_of_the_directory_the_script_is_in(tmp_path):
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend" / "__init__.py").write_text("raise SystemExit('the wrong backend')")

@@ -93,6 +93,12 @@ def test_capabilities_list_the_models(service):
     assert answer.supported_models[0].model_name == MODEL
 
 
+def test_capabilities_show_no_length_where_the_server_knows_none(fake):
+    models = tinker.ServiceClient(base_url=fake.address).get_server_capabilities().supported_models
+    lengths = [(model.model_name, model.max_context_length) for model in models]
+    assert lengths == [("fake", 64), ("unloaded", None)]
+
+
 def test_optimizers_other_than_adam_are_refused_by_name(service):
     class DimuonOptimizerConfig:
         pass

@@ -27,6 +27,7 @@ from backend.resources.engines import Engines, OpenEngines, open_engines
 from backend.server import Server
 from backend.trainer import bigram
 from tests.operations.bench import WatchedTrainer
+from together_post_training.client.loop import ignore_spurious_wakeups
 from together_post_training.errors import DOMAIN
 from together_post_training.v1 import (
     catalog_pb2_grpc,
@@ -65,6 +66,7 @@ class Clock:
 def loop() -> asyncio.AbstractEventLoop:
     """All servers of a test process share it: grpc.aio complains where several loops run at once."""
     made = asyncio.new_event_loop()
+    made.set_exception_handler(ignore_spurious_wakeups)
     threading.Thread(target=made.run_forever, name="servers", daemon=True).start()
     return made
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'together_post_training/v1/catalog.proto\x12\x19together_post_training.v1\"\x13\n\x11ListModelsRequest\"F\n\x12ListModelsResponse\x12\x30\n\x06models\x18\x01 \x03(\x0b\x32 .together_post_training.v1.Model\"\x92\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_length\x18\x02 \x01(\x05\x12\x11\n\ttrainable\x18\x03 \x01(\x08\x12\x12\n\nsampleable\x18\x04 \x01(\x08\x12\x0e\n\x06loaded\x18\x05 \x01(\x08\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\x05\")\n\x13GetTokenizerRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"\x93\x01\n\x14GetTokenizerResponse\x12\x43\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x34.together_post_training.v1.GetTokenizerResponse.File\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x1a&\n\x04\x46ile\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x16\n\x14GetServerInfoRequest\"Q\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11max_chunk_samples\x18\x02 \x01(\x05\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x03\x32\xd5\x02\n\x0e\x43\x61talogService\x12i\n\nListModels\x12,.together_post_training.v1.ListModelsRequest\x1a-.together_post_training.v1.ListModelsResponse\x12o\n\x0cGetTokenizer\x12..together_post_training.v1.GetTokenizerRequest\x1a/.together_post_training.v1.GetTokenizerResponse\x12g\n\rGetServerInfo\x12/.together_post_training.v1.GetServerInfoRequest\x1a%.together_post_training.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'together_post_training/v1/catalog.proto\x12\x19together_post_training.v1\"\x13\n\x11ListModelsRequest\"F\n\x12ListModelsResponse\x12\x30\n\x06models\x18\x01 \x03(\x0b\x32 .together_post_training.v1.Model\"\xc2\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1f\n\x12max_context_length\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\ttrainable\x18\x03 \x01(\x08\x12\x12\n\nsampleable\x18\x04 \x01(\x08\x12\x0e\n\x06loaded\x18\x05 \x01(\x08\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\x12\x17\n\nvocab_size\x18\x07 \x01(\x05H\x01\x88\x01\x01\x42\x15\n\x13_max_context_lengthB\r\n\x0b_vocab_size\")\n\x13GetTokenizerRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"\x93\x01\n\x14GetTokenizerResponse\x12\x43\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x34.together_post_training.v1.GetTokenizerResponse.File\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x1a&\n\x04\x46ile\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x16\n\x14GetServerInfoRequest\"Q\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11max_chunk_samples\x18\x02 \x01(\x05\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x03\x32\xd5\x02\n\x0e\x43\x61talogService\x12i\n\nListModels\x12,.together_post_training.v1.ListModelsRequest\x1a-.together_post_training.v1.ListModelsResponse\x12o\n\x0cGetTokenizer\x12..together_post_training.v1.GetTokenizerRequest\x1a/.together_post_training.v1.GetTokenizerResponse\x12g\n\rGetServerInfo\x12/.together_post_training.v1.GetServerInfoRequest\x1a%.together_post_training.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=91
   _globals['_LISTMODELSRESPONSE']._serialized_end=161
   _globals['_MODEL']._serialized_start=164
-  _globals['_MODEL']._serialized_end=310
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=312
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=353
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=356
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=503
-  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_start=465
-  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_end=503
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=505
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=527
-  _globals['_SERVERINFO']._serialized_start=529
-  _globals['_SERVERINFO']._serialized_end=610
-  _globals['_CATALOGSERVICE']._serialized_start=613
-  _globals['_CATALOGSERVICE']._serialized_end=954
+  _globals['_MODEL']._serialized_end=358
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=360
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=401
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=404
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=551
+  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_start=513
+  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_end=551
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=553
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=575
+  _globals['_SERVERINFO']._serialized_start=577
+  _globals['_SERVERINFO']._serialized_end=658
+  _globals['_CATALOGSERVICE']._serialized_start=661
+  _globals['_CATALOGSERVICE']._serialized_end=1002
 # @@protoc_insertion_point(module_scope)

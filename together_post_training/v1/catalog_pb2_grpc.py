@@ -55,7 +55,8 @@ class CatalogServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def ListModels(self, request, context):
-        """The models that this server serves.
+        """The models that this server serves. One that loads on demand lists the builtin models too, and serves any
+        other that it finds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
