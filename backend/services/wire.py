@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from backend.generator.base import SampledSequence, SampleResult, Topk
+from backend.services.spans import check_spans
 from together_post_training import tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Sample
@@ -62,19 +63,32 @@ def sample(message: data_pb2.Sample, index: int) -> Sample:
             f"Sample {index}: routed_experts_key: this server does not replay MoE routing yet. Leave it out.",
             sample=index,
         )
-    if message.model_input_spans or message.loss_fn_input_spans:
-        raise fail(
-            Reason.UNIMPLEMENTED,
-            f"Sample {index}: provenance spans: no loss of this server reads them yet. Leave them out.",
-            sample=index,
-        )
-    return Sample(
+    decoded = Sample(
         tokens=tokens(message.model_input, f"Sample {index}: model_input"),
         inputs={
             key: tensors.decode(tensor, what=f"Sample {index}: {key}")
             for key, tensor in message.loss_fn_inputs.items()
         },
     )
+    _check_spans(message, decoded, index)
+    return decoded
+
+
+def _check_spans(message: data_pb2.Sample, decoded: Sample, index: int) -> None:
+    check_spans(
+        message.model_input_spans,
+        decoded.num_tokens,
+        what=f"Sample {index}: model_input_spans",
+        of="the model input",
+    )
+    targets = decoded.inputs.get("target_tokens")
+    if targets is not None and targets.ndim:  # Otherwise `samples.check` says what is wrong.
+        check_spans(
+            message.loss_fn_input_spans,
+            len(targets),
+            what=f"Sample {index}: loss_fn_input_spans",
+            of="target_tokens",
+        )
 
 
 def sample_response(

@@ -13,6 +13,7 @@ from tests.services.harness import (
     Run,
     Running,
     cross_entropy,
+    on_loop,
     prompt,
     refusal,
     sample,
@@ -153,11 +154,6 @@ def test_forward_backward_is_refused_with_the_value_and_what_is_accepted(
             "both raw and tokens",
         ),
         (data_pb2.Sample(routed_experts_key="k"), "UNIMPLEMENTED", "routed_experts_key"),
-        (
-            data_pb2.Sample(model_input_spans=[data_pb2.ProvenanceSpan()]),
-            "UNIMPLEMENTED",
-            "provenance",
-        ),
     ],
 )
 def test_sample_of_a_kind_this_server_does_not_read_is_refused(
@@ -169,6 +165,62 @@ def test_sample_of_a_kind_this_server_does_not_read_is_refused(
     assert error.reason == reason
     assert says in error.message
     assert "Sample 1" in error.message
+
+
+def span(length: int, offset: int = 0, sequence_id: str = "q", source: str = "sampled_tokens"):
+    tokens = data_pb2.TokenSpan(sequence_id=sequence_id, offset=offset, length=length)
+    return data_pb2.ProvenanceSpan(**{source: tokens})
+
+
+@pytest.mark.parametrize(
+    ("field", "spans", "reason", "says"),
+    [
+        ("model_input_spans", [span(2)], "LENGTH_MISMATCH", "cover 2 positions, but the model"),
+        ("model_input_spans", [span(2), span(2)], "LENGTH_MISMATCH", "input has 3"),
+        (
+            "loss_fn_input_spans",
+            [span(0)],
+            "LENGTH_MISMATCH",
+            "0 positions, but target_tokens has 3",
+        ),
+        ("model_input_spans", [span(4), span(-1)], "INVALID_ARGUMENT", "length -1"),
+        ("loss_fn_input_spans", [span(3, offset=-2)], "INVALID_ARGUMENT", "offset -2"),
+        ("loss_fn_input_spans", [span(3, sequence_id="")], "INVALID_ARGUMENT", "sequence_id"),
+        ("model_input_spans", [data_pb2.ProvenanceSpan()], "INVALID_ARGUMENT", "sampled_tokens"),
+    ],
+)
+def test_provenance_spans_that_do_not_cover_every_position_are_refused(
+    caller: Caller,
+    field: str,
+    spans: list[data_pb2.ProvenanceSpan],
+    reason: str,
+    says: str,
+):
+    message = sample([1, 2, 3, 4])
+    getattr(message, field).extend(spans)
+    error = failed(
+        caller.session(), "Forward", loss=cross_entropy(), samples=[sample([1, 2]), message]
+    ).error
+    assert error.reason == reason
+    assert says in error.message
+    assert f"Sample 1: {field}" in error.message
+
+
+def test_provenance_spans_are_kept_and_change_nothing_for_losses_that_do_not_read_them(
+    caller: Caller, shared: Running
+):
+    run = caller.session()
+    floats = {"logprobs": [-1.0, -2.0, -1.5], "advantages": [1.0, -1.0, 0.5]}
+    plain, traced = (sample([1, 2, 3, 4], **floats) for _ in range(2))
+    traced.model_input_spans.extend([span(1, source="prompt_tokens"), span(0), span(2)])
+    traced.loss_fn_input_spans.extend([span(3, offset=5)])
+    done = [
+        run.do("ForwardBackward", loss=loss("importance_sampling"), samples=[one]).forward_backward
+        for one in (plain, traced)
+    ]
+    assert done[0] == done[1]
+    kept = dict(on_loop(shared.server._journal.requests(run.id)))
+    assert t.ForwardBackwardRequest.FromString(kept[2]).samples[0] == traced
 
 
 def test_chunks_of_a_model_input_are_joined_in_order(caller: Caller):
