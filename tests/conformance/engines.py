@@ -65,7 +65,7 @@ ENGINES = [
         is_succ16=False,
         tolerance=1e-6,
     ),
-    # float32 on weights that are large on purpose: ways to add up differ by up to 2e-5.
+    # float32 on weights that are large on purpose: ways to add up differ by up to 8e-5.
     Engine(
         name="torch-succ16",
         start=lambda: _torch(models.succ16),
@@ -76,12 +76,12 @@ ENGINES = [
         name="torch-qwen3",
         start=lambda: _torch(lambda directory: models.rand(directory, "qwen3")),
         is_succ16=False,
-        tolerance=5e-5,
+        tolerance=1e-4,
     ),
     Engine(
         name="torch-llama-tied",
         start=lambda: _torch(lambda directory: models.rand(directory, "llama", tied=True)),
         is_succ16=False,
-        tolerance=5e-5,
+        tolerance=1e-4,
     ),
 ]

@@ -1,4 +1,4 @@
-"""What the engine must equal: plain transformers, one sequence at a time, without a cache, adapters merged."""
+"""What the engine must equal: plain transformers in float64, a sequence at a time, without a cache, adapters merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from backend.trainer.targets import linear_layers, tensor_names
 
 Array = np.ndarray
 
-# float32 on weights that are large on purpose (a spread of several nats): ways to add up differ by about 2e-5.
+# The engine's float32 on weights that are large on purpose: up to 5e-5 off, on 16 models by 1,300 tokens. (Plain
+# transformers in float32 is up to 1.3e-4 off.)
 TOLERANCE = 1e-4
 
 _names = itertools.count()
@@ -43,13 +44,14 @@ def publish(generator: EmbeddedGenerator, adapter: Adapter) -> str:
 
 
 def merged(base: BaseModel, adapter: Adapter | None) -> PreTrainedModel:
-    """A copy of the base model with W + scale B A in place of W."""
-    module = copy.deepcopy(base.module)
+    """A copy of the base model with W + scale B A in place of W, in float64 but for what transformers itself computes
+    in float32 (norms, rotary angles)."""
+    module = copy.deepcopy(base.module).double()
     if adapter is None:
         return module
     for path, layer in linear_layers(module).items():
         a, b = (adapter.tensors[name].astype(np.float64) for name in tensor_names(path))
-        delta = torch.from_numpy(adapter.lora.scale * b @ a).float()
+        delta = torch.from_numpy(adapter.lora.scale * b @ a)
         layer.weight = nn.Parameter(layer.weight + delta, requires_grad=False)
     return module
 

@@ -99,23 +99,24 @@ def test_a_large_call_does_not_let_later_ones_pass():
 
 
 def test_the_youngest_gives_its_row_to_an_older_one_and_starts_over():
-    cache = KVCache(384)
-    batch = Batch(cache, max_running=8, max_prefill_tokens=1000)
-    old, young = job(60, 150), job(60, 150)
+    """Two rows of 256 tokens fit, or one of 512."""
+    batch = Batch(KVCache(512), max_running=8, max_prefill_tokens=1000)
+    old, young = job(60, 300), job(60, 300)
     batch.add(old)
     batch.add(young)
-    batch.admit()
+    assert len(batch.admit()) == 2
     batch.start()
-    while young.samples[0].row is not None:
+    for _ in range(197):
+        assert len(batch.running) == 2
         push(batch, list(batch.running))
         batch.make_room()
-    assert old.samples[0].held_row.pool.capacity == 256
-    tokens = young.samples[0].num_tokens
+    assert batch.running == old.samples
+    assert old.samples[0].held_row.pool.capacity == 512
     assert batch.admit() == []  # there is no room yet
     batch.release(old.samples[0])
     (prefill,) = batch.admit()
-    assert prefill.samples == [young.samples[0]]
-    assert prefill.tokens.tolist() == [*range(60), *[7] * (tokens - 60)]
+    assert prefill.samples == young.samples
+    assert prefill.tokens.tolist() == [*range(60), *[7] * 197]
 
 
 def test_jobs_cancelled_while_they_wait_are_dropped():

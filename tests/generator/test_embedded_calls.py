@@ -66,7 +66,7 @@ def test_an_adapter_of_some_layers_changes_those_alone(base_of, generator, sampl
     whole = random_adapter(base, seed=5)
     for part in ("lm_head", "mlp", "q_proj"):
         some = replace(whole, tensors={n: t for n, t in whole.tensors.items() if part in n})
-        module = base_of("qwen3").module
+        module = merged(base, None)
         asked = call(
             random_prompt(12), snapshot=publish(generator, some), max_tokens=0, prompt_logprobs=True
         )
@@ -86,8 +86,9 @@ def test_a_snapshot_dropped_while_it_samples_is_freed_afterwards(base_of, wait):
     snapshot, twin = publish(generator, adapter), publish(generator, adapter)
     weights = weakref.ref(generator._snapshots[snapshot].pairs["lm_head"][0])
     asked = call(random_prompt(5), snapshot=snapshot, max_tokens=50, num_samples=8)
+    expected = wait(generator.sample(replace(asked, snapshot=twin)))
 
-    async def drop_and_load() -> list[SampleResult]:
+    async def drop_and_load() -> SampleResult:
         running = asyncio.ensure_future(generator.sample(asked))
         await asyncio.sleep(0.005)
         assert not running.done()
@@ -97,10 +98,10 @@ def test_a_snapshot_dropped_while_it_samples_is_freed_afterwards(base_of, wait):
         with pytest.raises(PostTrainingError, match=snapshot) as error:
             await generator.sample(asked)
         assert error.value.reason is Reason.SNAPSHOT_NOT_FOUND
-        return list(await asyncio.gather(running, *new))
+        await asyncio.gather(*new)
+        return await running
 
-    kept = wait(drop_and_load())[0]
-    assert_same(kept, wait(generator.sample(replace(asked, snapshot=twin))))
+    assert_same(wait(drop_and_load()), expected)
     assert _comes_true(lambda: weights() is None)
     wait(generator.close())
 
@@ -337,7 +338,7 @@ def test_the_window_can_be_filled_to_its_last_token(base_of, generator, sample_a
     (sequence,) = sample_all(generator, asked)[0].sequences
     assert len(sequence.tokens) == 63
     assert sequence.stop_reason == "length"
-    assert_logprobs_are_of(base_of("qwen3").module, asked, sequence)
+    assert_logprobs_are_of(merged(base_of("qwen3"), None), asked, sequence)
 
 
 # Cancelling and closing

@@ -111,7 +111,7 @@ def test_logprobs_are_raw_whatever_the_controls(base_of, generator, sample_all):
         random_prompt(6), max_tokens=30, num_samples=3, temperature=0.6, top_k=9, top_p=0.8
     )
     for sequence in sample_all(generator, asked)[0].sequences:
-        assert_logprobs_are_of(base_of("qwen3").module, asked, sequence)
+        assert_logprobs_are_of(merged(base_of("qwen3"), None), asked, sequence)
 
 
 def test_the_whole_vocabulary_adds_up_to_one(generator, sample_all):
@@ -145,7 +145,7 @@ def test_the_edge_of_a_window_is_where_transformers_has_it(
     """Prompts one shorter than, as long as, and one longer than the window of 8."""
     asked = call(random_prompt(length, seed=1), max_tokens=6, prompt_logprobs=True)
     (result,) = sample_all(generator_of("mistral"), asked)
-    module = base_of("mistral").module
+    module = merged(base_of("mistral"), None)
     assert_logprobs_are_of(module, asked, result.sequences[0])
     np.testing.assert_allclose(
         result.prompt_logprobs, score(module, asked.prompt), rtol=0, atol=TOLERANCE
@@ -168,9 +168,9 @@ def test_learned_positions_do_not_depend_on_neighbours(tmp_path, wait, sample_al
         assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
         np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, atol=1e-5)
         np.testing.assert_allclose(
-            one.prompt_logprobs, score(base.module, asked.prompt), atol=TOLERANCE
+            one.prompt_logprobs, score(merged(base, None), asked.prompt), atol=TOLERANCE
         )
-        assert_logprobs_are_of(base.module, asked, other.sequences[0])
+        assert_logprobs_are_of(merged(base, None), asked, other.sequences[0])
     wait(generator.close())
 
 
@@ -190,10 +190,10 @@ def test_a_long_prompt_is_read_and_continued_right(tmp_path, wait, sample_all):
     short = call(random_prompt(9), max_tokens=300)
     long_result, short_result = sample_all(generator, asked, short)
     np.testing.assert_allclose(
-        long_result.prompt_logprobs, score(base.module, asked.prompt), rtol=0, atol=TOLERANCE
+        long_result.prompt_logprobs, score(merged(base, None), asked.prompt), rtol=0, atol=TOLERANCE
     )
-    assert_logprobs_are_of(base.module, asked, long_result.sequences[0])
-    assert_logprobs_are_of(base.module, short, short_result.sequences[0])
+    assert_logprobs_are_of(merged(base, None), asked, long_result.sequences[0])
+    assert_logprobs_are_of(merged(base, None), short, short_result.sequences[0])
     wait(generator.close())
 
 
