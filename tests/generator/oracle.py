@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from backend.generator.base import SampleCall, SampledSequence
+from backend.generator.base import SampleCall, SampledSequence, SampleResult
 from backend.generator.embedded import EmbeddedGenerator
+from backend.generator.sampling import TokenStream
 from backend.trainer.base import Adapter, LoraConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.targets import linear_layers, tensor_names
@@ -78,3 +79,29 @@ def assert_logprobs_are_of(
     whole = [*call.prompt.tolist(), *sequence.tokens.tolist()]
     expected = score(module, whole)[len(call.prompt) :]
     np.testing.assert_allclose(sequence.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+def assert_same_answer(
+    module: PreTrainedModel, call: SampleCall, got: SampleResult, wanted: SampleResult
+) -> None:
+    """The same tokens, but where the sample's number falls within rounding of the boundary between two of them.
+
+    Batches of different sizes add up in different orders; then one draw in some 100,000 may go either way.
+    """
+    assert len(got.sequences) == len(wanted.sequences)
+    for i, (one, other) in enumerate(zip(got.sequences, wanted.sequences, strict=True)):
+        differ = np.flatnonzero(one.tokens[: len(other.tokens)] != other.tokens[: len(one.tokens)])
+        num_same = int(differ[0]) if len(differ) else len(other.tokens)
+        np.testing.assert_allclose(
+            one.logprobs[:num_same], other.logprobs[:num_same], rtol=0, atol=TOLERANCE
+        )
+        if len(differ):
+            prefix = [*call.prompt.tolist(), *one.tokens[:num_same].tolist()]
+            masses = np.exp(distributions(module, prefix)[-1])
+            low, high = sorted((int(one.tokens[num_same]), int(other.tokens[num_same])))
+            number = TokenStream(call.seed + i).uniform(num_same)
+            between = masses[: low + 1].sum(), masses[:high].sum()
+            np.testing.assert_allclose(between, number, rtol=0, atol=TOLERANCE)
+        else:
+            assert len(one.tokens) == len(other.tokens)
+            assert one.stop_reason == other.stop_reason

@@ -22,6 +22,7 @@ from tests.generator.calls import call, random_prompt
 from tests.generator.oracle import (
     TOLERANCE,
     assert_logprobs_are_of,
+    assert_same_answer,
     merged,
     publish,
     random_adapter,
@@ -32,12 +33,6 @@ from together_post_training.errors import PostTrainingError, Reason
 
 def tokens_of(result: SampleResult) -> list[list[int]]:
     return [sequence.tokens.tolist() for sequence in result.sequences]
-
-
-def assert_same(got: SampleResult, wanted: SampleResult, tolerance: float = 1e-4) -> None:
-    assert tokens_of(got) == tokens_of(wanted)
-    for one, other in zip(got.sequences, wanted.sequences, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=tolerance)
 
 
 # Snapshots
@@ -54,7 +49,7 @@ def test_snapshots_and_the_base_run_in_one_batch_as_they_do_alone(base_of, gener
     modules = [merged(base, adapter) for adapter in (*adapters, None)]
     together = sample_all(generator, *calls)
     for i, (asked, result) in enumerate(zip(calls, together, strict=True)):
-        assert_same(result, sample_all(generator, asked)[0])
+        assert_same_answer(modules[i % 4], asked, result, sample_all(generator, asked)[0])
         assert_logprobs_are_of(modules[i % 4], asked, result.sequences[0])
     # The same prompt and seed: what differs is the weights.
     same = [call([1, 2, 3], snapshot=s, max_tokens=20) for s in snapshots]
@@ -101,7 +96,7 @@ def test_a_snapshot_dropped_while_it_samples_is_freed_afterwards(base_of, wait):
         await asyncio.gather(*new)
         return await running
 
-    assert_same(wait(drop_and_load()), expected)
+    assert_same_answer(merged(base, adapter), asked, wait(drop_and_load()), expected)
     assert _comes_true(lambda: weights() is None)
     wait(generator.close())
 
@@ -134,26 +129,29 @@ def test_an_adapter_of_another_model_is_refused(base_of, generator):
 # Batches
 
 
-def test_neighbours_of_all_lengths_change_nothing(generator, sample_all):
+def test_neighbours_of_all_lengths_change_nothing(base_of, generator, sample_all):
+    module = merged(base_of("qwen3"), None)
     one = call(random_prompt(9, seed=9), max_tokens=15, prompt_logprobs=True)
     (alone,) = sample_all(generator, one)
     for lengths in ([2] * 7, [40] * 7, [1, 3, 9, 21, 48]):
         others = [call(random_prompt(n, seed=n), max_tokens=10) for n in lengths]
         (got, *_) = sample_all(generator, one, *others)
-        assert_same(got, alone, 1e-5 * 5)
-        np.testing.assert_allclose(got.prompt_logprobs, alone.prompt_logprobs, atol=5e-5)
+        assert_same_answer(module, one, got, alone)
+        np.testing.assert_allclose(got.prompt_logprobs, alone.prompt_logprobs, rtol=0, atol=5e-5)
 
 
-def test_identical_calls_are_answered_identically(generator, sample_all):
+def test_identical_calls_are_answered_identically(base_of, generator, sample_all):
+    module = merged(base_of("qwen3"), None)
     one = call(random_prompt(9), max_tokens=15)
     others = [call(random_prompt(n, seed=n), max_tokens=12) for n in (3, 30)]
     results = sample_all(generator, *[one] * 8, *others)[:8]
     for result in results[1:]:
-        assert_same(result, results[0], 1e-5)
+        assert_same_answer(module, one, result, results[0])
 
 
-def test_samples_that_join_and_leave_change_nothing(generator, sample_all, wait):
+def test_samples_that_join_and_leave_change_nothing(base_of, generator, sample_all, wait):
     """Arrivals in the middle of others' samples, of lengths that leave at every step."""
+    module = merged(base_of("qwen3"), None)
     calls = [
         call(random_prompt(2 + i % 5, seed=i), max_tokens=1 + (7 * i) % 40, seed=i)
         for i in range(24)
@@ -167,8 +165,8 @@ def test_samples_that_join_and_leave_change_nothing(generator, sample_all, wait)
             await asyncio.sleep(0.002)
         return list(await asyncio.gather(*tasks))
 
-    for got, wanted in zip(wait(arrive()), alone, strict=True):
-        assert_same(got, wanted)
+    for asked, got, wanted in zip(calls, wait(arrive()), alone, strict=True):
+        assert_same_answer(module, asked, got, wanted)
 
 
 def test_a_full_cache_makes_some_wait_and_changes_nothing(tmp_path, wait, sample_all):
@@ -187,8 +185,8 @@ def test_a_full_cache_makes_some_wait_and_changes_nothing(tmp_path, wait, sample
         adapted = replace(asked, snapshot=publish(generator, adapter), num_samples=1)
         both.append(sample_all(generator, asked, adapted))
     assert suspensions
-    for one, other in zip(*both, strict=True):
-        assert_same(one, other)
+    for weights, one, other in zip((None, adapter), *both, strict=True):
+        assert_same_answer(merged(base, weights), asked, one, other)
         for sequence in one.sequences:
             assert sequence.topk is not None
             assert len(sequence.topk.logprobs) == len(sequence.tokens) == 220
