@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import grpc
@@ -80,7 +80,7 @@ class Server:
         self._sessions = self._make_sessions()
         self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
         self._health = Health(self._grpc)
-        self._repeated: list[asyncio.Task] = []
+        self._tasks: list[asyncio.Task] = []
         self._add_services()
 
     @property
@@ -119,7 +119,7 @@ class Server:
         await self._health.set_serving(False)
         error = fail(Reason.UNAVAILABLE, "The server is stopping.")
         self._intake.close(error)
-        for task in self._repeated:
+        for task in self._tasks:
             task.cancel()
         start = self._monotonic()
         drained = await asyncio.gather(
@@ -172,6 +172,7 @@ class Server:
             checkpoints=self._checkpoints,
             spill_dir=self._store.snapshots,
             max_resident=self._config.max_resident_snapshots,
+            on_death=lambda: self._start(self._health.fail()),
             clock=self._clock,
         )
 
@@ -204,7 +205,10 @@ class Server:
         add_reflection(self._grpc)
 
     def _repeat(self, interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
-        self._repeated.append(asyncio.create_task(_every(interval_s, work)))
+        self._start(_every(interval_s, work))
+
+    def _start(self, work: Coroutine) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
 
 async def _every(interval_s: float, work: Callable[[], Awaitable[object]]) -> None:

@@ -19,6 +19,7 @@ from backend.operations.work import (
 )
 from backend.trainer.base import AdamParams, Adapter, OptimizerState, Pass, Trainer
 from together_post_training import tensors
+from together_post_training.alignment import alignment_report
 from together_post_training.errors import Reason, fail
 from together_post_training.names import CheckpointPath
 from together_post_training.v1 import operations_pb2 as pb
@@ -150,8 +151,9 @@ def _run_pass(trainer: Trainer, work: Pass) -> pb.Operation:
         pb.LossFnOutput(tensors={"logprobs": tensors.encode(logprobs)})
         for logprobs in result.logprobs
     ]
+    metrics = {**result.metrics, **alignment_report(work.samples, result.logprobs)}
     return pb.Operation(
-        forward_backward=pb.ForwardBackwardResult(loss_fn_outputs=outputs, metrics=result.metrics)
+        forward_backward=pb.ForwardBackwardResult(loss_fn_outputs=outputs, metrics=metrics)
     )
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
-from backend.operations.ended import is_ended
 from backend.operations.registry import OperationRegistry
 from backend.operations.scheduler import Scheduler
 from backend.operations.session import Operation, Session
@@ -57,27 +56,37 @@ class Actions(Protocol):
 
 
 class Executor:
-    """Owned by the event loop."""
+    """Owned by the event loop.
 
-    def __init__(self, actions: Actions, registry: OperationRegistry) -> None:
+    What goes wrong in `actions` fails the operation. What goes wrong here is a fault of this server's own: it then
+    runs nothing any more, fails what waits and what comes, and calls `on_death`.
+    """
+
+    def __init__(
+        self, actions: Actions, registry: OperationRegistry, on_death: Callable[[], None]
+    ) -> None:
         self._actions = actions
         self._registry = registry
+        self._on_death = on_death
         self._scheduler: Scheduler[Operation] = Scheduler()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._loop_task: asyncio.Task | None = None
         self._is_draining = False
+        self._death: PostTrainingError | None = None
 
     def start(self) -> None:
-        self._loop_task = asyncio.create_task(self._run(), name="executor")
-        self._loop_task.add_done_callback(_log_failure)
+        self._loop_task = asyncio.create_task(self._guarded(self._run()), name="executor")
 
     def add(self, operation: Operation) -> None:
         """Called in sequence order; also with operations that will not run, which count in their place."""
-        if not operation.session.is_running and operation.refusal is None:
-            self._spawn(self._cancel(operation, stopped(operation.session.id)))
-            return
         if operation.refusal is None:
+            if self._death is not None:
+                self._spawn(self._end(operation, self._death, pb.OPERATION_STATE_FAILED))
+                return
+            if not operation.session.is_running:
+                self._spawn(self._cancel(operation, stopped(operation.session.id)))
+                return
             operation.header.state = pb.OPERATION_STATE_QUEUED
         self._scheduler.add(operation.session.id, operation, _cost(operation))
         self._wake.set()
@@ -108,7 +117,7 @@ class Executor:
         return True
 
     async def _run(self) -> None:
-        while not self._is_draining:
+        while not self._is_draining and self._death is None:
             operation = self._scheduler.next()
             if operation is None:
                 self._wake.clear()
@@ -116,9 +125,9 @@ class Executor:
             elif operation.refusal is not None:
                 self._count_refused(operation)
             elif isinstance(operation.work, PassWork | OptimStepWork):
-                await self._take_turn(operation)
+                await self._guarded(self._take_turn(operation), operation)
             else:
-                self._spawn(self._run_aside(operation))
+                self._spawn(self._run_aside(operation), operation)
 
     def _count_refused(self, operation: Operation) -> None:
         assert operation.refusal is not None
@@ -129,8 +138,8 @@ class Executor:
         """The next turn begins when the trainer is done, while this one's result is written down."""
         self._registry.started(operation)
         result = await self._attempt(operation)
-        self._spawn(self._finish(operation, result))
         self._release(operation.session)
+        self._spawn(self._finish(operation, result), operation)
 
     async def _run_aside(self, operation: Operation) -> None:
         self._registry.started(operation)
@@ -198,19 +207,41 @@ class Executor:
         await self._registry.succeed(operation, result, _new_policy_version(result))
 
     async def _cancel(self, operation: Operation, error: PostTrainingError) -> None:
+        await self._end(operation, error, pb.OPERATION_STATE_CANCELLED)
+
+    async def _end(
+        self, operation: Operation, error: PostTrainingError, state: pb.OperationState
+    ) -> None:
+        """Ends one that will not run, or whose own end was not written down."""
         operation.refusal = error
         await asyncio.wait([operation.accepted])
-        if operation.accepted.exception() is None and not is_ended(operation.header):
-            await self._registry.fail(operation, error, pb.OPERATION_STATE_CANCELLED)
+        if self._registry.live(operation.key) is operation:
+            await self._registry.fail(operation, error, state)
 
     def _release(self, session: Session) -> None:
         self._scheduler.release(session.id)
         self._wake.set()
 
-    def _spawn(self, work: Coroutine) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine, operation: Operation | None = None) -> None:
+        task = asyncio.create_task(self._guarded(work, operation))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine, operation: Operation | None = None) -> None:
+        """`operation`: the one that nobody ends if the work fails."""
+        try:
+            await work
+        except Exception as error:
+            log.critical("no operation of this model runs any more", exc_info=error)
+            self._die(_died(error), operation)
+
+    def _die(self, death: PostTrainingError, operation: Operation | None) -> None:
+        self._death = death
+        self._wake.set()
+        waiting = [one for one in self._scheduler.drop_all() if one.refusal is None]
+        for one in waiting if operation is None else (operation, *waiting):
+            self._spawn(self._end(one, death, pb.OPERATION_STATE_FAILED))
+        self._on_death()
 
 
 def stopped(session: str) -> PostTrainingError:
@@ -238,9 +269,12 @@ def _cost(operation: Operation) -> int:
     return _SMALL_COST_TOKENS
 
 
-def _log_failure(loop_task: asyncio.Task) -> None:
-    if not loop_task.cancelled() and loop_task.exception() is not None:
-        log.critical("no operation runs any more", exc_info=loop_task.exception())
+def _died(error: Exception) -> PostTrainingError:
+    return fail(
+        Reason.INTERNAL,
+        f"The server cannot run operations on this model any more ({type(error).__name__}); its log has the details. "
+        "Restart it, and start a new session from a checkpoint.",
+    )
 
 
 def _as_failure(operation: Operation, error: Exception) -> PostTrainingError:

@@ -90,6 +90,10 @@ class Scheduler(Generic[T]):
             del self._lanes[session]
         return items
 
+    def drop_all(self) -> list[T]:
+        """Takes out all waiting items of all sessions."""
+        return [item for session in list(self._lanes) for item in self.drop(session)]
+
     def _skip_idle_rounds(self, ready: list[_Lane[T]]) -> None:
         """Gives everyone at once what rounds in which nothing could run would have given."""
         needed = min(-(-(lane.cost - lane.credit) // self._quantum) for lane in ready)

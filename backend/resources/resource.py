@@ -62,13 +62,18 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceFactory:
-    """Opens resources. `clock`: seconds since 1970; `max_resident`: snapshots in memory per resource."""
+    """Opens resources.
+
+    max_resident: snapshots in memory per resource. on_death: called when the executor of one runs nothing any more.
+    clock: seconds since 1970.
+    """
 
     open_engines: OpenEngines
     registry: OperationRegistry
     checkpoints: CheckpointStore
     spill_dir: Path
     max_resident: int
+    on_death: Callable[[], None]
     clock: Callable[[], float]
 
     async def open(self, spec: ModelSpec, publisher: Publisher) -> Resource:
@@ -80,7 +85,7 @@ class ResourceFactory:
             thread.close()
             raise
         actions = TrainerActions(engines.trainer, thread, publisher, self.checkpoints, self.clock)
-        executor = Executor(actions, self.registry)
+        executor = Executor(actions, self.registry, self.on_death)
         executor.start()
         return Resource(
             name=spec.name,

@@ -71,10 +71,17 @@ class Health:
         # `health.aio` is set where the module is loaded.
         self._servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self._has_failed = False
+
+    async def fail(self) -> None:
+        """Not serving, whatever is said later."""
+        self._has_failed = True
+        await self.set_serving(False)
 
     async def set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
-        state = status.SERVING if is_serving else status.NOT_SERVING
+        is_well = is_serving and not self._has_failed
+        state = status.SERVING if is_well else status.NOT_SERVING
         for name in ("", *SERVICE_NAMES):
             await self._servicer.set(name, state)
 

@@ -71,6 +71,7 @@ class Bench:
     executor: Executor
     registry: OperationRegistry
     session: Session
+    deaths: list[bool]
 
     async def submit(self, request: Message) -> pb.Operation:
         kind, decode = _KINDS[type(request)]
@@ -95,7 +96,8 @@ async def bench(journal: Journal | None = None, *, max_held: int = 100) -> Async
     with tempfile.TemporaryDirectory() as directory:
         checkpoints = CheckpointStore(Path(directory), lambda: 1000.0)
         actions = TrainerActions(trainer, thread, Publisher(), checkpoints, lambda: 1000.0)
-        executor = Executor(actions, registry)
+        deaths: list[bool] = []
+        executor = Executor(actions, registry, lambda: deaths.append(True))
         executor.start()
         shown = sessions_pb2.Session(id="s", base_model=MODEL)
         await kept.put_session(SessionEntry(session=shown, digest=b""))
@@ -112,6 +114,7 @@ async def bench(journal: Journal | None = None, *, max_held: int = 100) -> Async
             executor=executor,
             registry=registry,
             session=session,
+            deaths=deaths,
         )
         trainer.gate.set()
         await executor.drain(5.0)

@@ -414,3 +414,13 @@ def test_engine_failure_is_internal_without_its_traceback(watched: Running, capl
     run.do("ForwardBackward", loss=cross_entropy(), samples=[sample([1, 2])])
     assert run.do("OptimStep", adam=t.AdamParams()).error.reason == "WINDOW_VOID"
     run.train([3, 4])
+
+
+def test_misaligned_targets_are_reported_and_trained_as_they_are(caller: Caller) -> None:
+    """Law 3: nothing is shifted silently."""
+    session = new_session(caller)
+    aligned = forward_backward(caller, session, 1, sample([3, 4, 5], [4, 5, 6]))
+    assert aligned.metrics["alignment_shifted_targets:sum"] == 0
+    shifted = forward_backward(caller, session, 2, sample([3, 4, 5], [3, 4, 5]))
+    assert shifted.metrics["alignment_shifted_targets:sum"] == 2
+    assert shifted.metrics["loss:sum"] > aligned.metrics["loss:sum"]

@@ -297,6 +297,32 @@ def test_health_is_not_serving_until_models_are_loaded_and_when_stopping(tmp_pat
         caller.channel.close()
 
 
+def test_health_is_not_serving_when_no_operation_can_run_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """TR-07: and whoever waits is told."""
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with serving(tmp_path) as running:
+        stub: Any = health_pb2_grpc.HealthStub(running.caller.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        assert next(watch).status == status.SERVING
+        run = running.caller.session()
+        (resource,) = running.server._resources.all_ready()
+        monkeypatch.setattr(resource.executor._scheduler, "next", broken)
+        done = run.do("OptimStep", adam=t.AdamParams())
+        assert (done.state, done.error.reason) == (o.OPERATION_STATE_FAILED, "INTERNAL")
+        assert "Restart" in done.error.message
+        assert next(watch).status == status.NOT_SERVING
+        on_loop(running.server.load_models())
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == status.NOT_SERVING
+        watch.cancel()
+        assert run.do("OptimStep", adam=t.AdamParams()).error.reason == "INTERNAL"
+
+
 def test_reflection_lists_our_services(caller: Caller):
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(caller.channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
