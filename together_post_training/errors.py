@@ -52,6 +52,7 @@ class Reason(StrEnum):
     # It was accepted and could not be carried out.
     WINDOW_VOID = "WINDOW_VOID"
     NON_FINITE_LOSS = "NON_FINITE_LOSS"
+    NON_FINITE_LOGITS = "NON_FINITE_LOGITS"
     SEQUENCE_GAP = "SEQUENCE_GAP"
     CANCELLED = "CANCELLED"
     SESSION_STOPPED = "SESSION_STOPPED"
@@ -106,6 +107,7 @@ TABLE: Mapping[Reason, Mapped] = MappingProxyType(
         Reason.UNAUTHENTICATED: Mapped(code=grpc.StatusCode.UNAUTHENTICATED, http_status=401),
         Reason.WINDOW_VOID: _FAILED,
         Reason.NON_FINITE_LOSS: _FAILED,
+        Reason.NON_FINITE_LOGITS: _FAILED,
         Reason.SEQUENCE_GAP: _FAILED,
         Reason.CANCELLED: Mapped(
             code=grpc.StatusCode.CANCELLED, http_status=400, after_acceptance=True

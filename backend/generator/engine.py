@@ -17,7 +17,7 @@ import torch
 from backend.generator.batch import Batch
 from backend.generator.sequences import Job, Prefill, Sample
 from backend.generator.stepper import Drawn, Stepper
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 Item = TypeVar("Item", Prefill, Sample)
 
@@ -100,6 +100,10 @@ class Engine:
             sample = d.sample
             try:
                 sample.push(d.token, d.logprob, d.topk)
+            except PostTrainingError as error:
+                self._batch.forget({sample.job})
+                sample.job.fail(error)
+                continue
             except Exception as error:
                 # Matching stop strings is the only thing that is done for each sample apart.
                 self._fail({sample.job}, error)

@@ -51,6 +51,10 @@ class Pool:
     def add(self) -> Row:
         assert len(self.rows) < self.num_allocated
         row = Row(self, len(self.rows))
+        for stored in self._layers.values():
+            # What an earlier sample left may be NaN, which masking does not remove: 0 * NaN = NaN.
+            for values in stored:
+                values[row.index].zero_()
         self.rows.append(row)
         return row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -16,6 +17,7 @@ from backend.generator.kv_cache import Row
 from backend.generator.lora import SnapshotWeights
 from backend.generator.sampling import TokenStream
 from backend.generator.stopping import Decode, StopMatcher
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 
 class Job:
@@ -53,6 +55,9 @@ class Job:
     def finish(self) -> None:
         assert self.is_done
         prompt_logprobs, topk_prompt = self.scores
+        if not np.isfinite(prompt_logprobs[1:]).all():
+            self.fail(non_finite_logits())
+            return
         result = SampleResult(
             sequences=[sample.result() for sample in self.samples],
             prompt_logprobs=prompt_logprobs if self.call.prompt_logprobs else None,
@@ -106,7 +111,13 @@ class Sample:
         return self._stream.uniform(len(self.tokens))
 
     def push(self, token: int, logprob: float, topk: Topk | None) -> None:
-        """Takes the next token. topk: one row, if the call asks for it."""
+        """Takes the next token. topk: one row, if the call asks for it.
+
+        Raises:
+            PostTrainingError: NON_FINITE_LOGITS.
+        """
+        if not math.isfinite(logprob):
+            raise non_finite_logits()
         self.tokens.append(token)
         self._logprobs.append(logprob)
         if topk is not None:
@@ -133,6 +144,14 @@ class Prefill:
     job: Job
     tokens: Tensor
     samples: list[Sample] = field(default_factory=list)
+
+
+def non_finite_logits() -> PostTrainingError:
+    return fail(
+        Reason.NON_FINITE_LOGITS,
+        "The model's logits are not finite: these weights overflow float32. Go back to an earlier checkpoint, and "
+        "train on with a smaller learning rate or with grad_clip_norm.",
+    )
 
 
 def _stacked(rows: list[Topk]) -> Topk:
