@@ -57,12 +57,7 @@ class OperationService(operations_pb2_grpc.OperationServiceServicer):
         session_id, sequence = parse_operation_name(request.name)
         session = await self._sessions.find(session_id)
         executor = self._sessions.resource_of(session).executor
-        cause = f" ({request.cause})" if request.cause else ""
-        error = fail(
-            Reason.CANCELLED,
-            f"Cancelled by the caller{cause}.",
-            cause=request.cause or "none given",
-        )
+        error = _cancelled(request.cause)
         if not session.sequencer.is_used(sequence):
             return await self._intake.use_up(
                 session, executor, sequence, error, pb.OPERATION_STATE_CANCELLED

@@ -114,3 +114,12 @@ def test_cancel_ends_what_has_not_started_and_uses_up_what_never_came(watched: R
     assert len(watched.watched.passes) == 1
     again = caller.operations.CancelOperation(pb.CancelOperationRequest(name=after.name))
     assert again.state == pb.OPERATION_STATE_SUCCEEDED
+
+
+def test_cancel_keeps_only_the_beginning_of_a_long_cause(caller: Caller):
+    run = caller.session()
+    name = f"sessions/{run.id}/operations/1"
+    request = pb.CancelOperationRequest(name=name, cause="x" * 100_000)
+    ended = caller.operations.CancelOperation(request)
+    assert ended.error.message.startswith("Cancelled by the caller: xxx")
+    assert ended.ByteSize() < 2000
