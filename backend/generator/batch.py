@@ -90,6 +90,7 @@ class Batch:
         if not jobs:
             return
         self._waiting = deque(job for job in self._waiting if job not in jobs)
+        self._admitted = [prefill for prefill in self._admitted if prefill.job not in jobs]
         for job in jobs:
             for sample in job.samples:
                 self.release(sample)

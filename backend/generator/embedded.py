@@ -23,6 +23,9 @@ from together_post_training.samples import check_tokens
 class EmbeddedGenerator:
     """See `backend.generator.base.Generator`.
 
+    Batches of different sizes add up in different orders, so log-probabilities move by about 1e-6 with what is sampled
+    beside them. Tokens do not: each is drawn by its own number, which would have to fall that close to a boundary.
+
     Args:
         base: shared with the trainer; nothing is copied.
         max_running: samples that run at once; more wait their turn.

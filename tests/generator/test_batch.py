@@ -150,6 +150,7 @@ def test_memory_that_runs_out_loses_no_job(monkeypatch):
         batch.admit()
     assert batch.jobs == set(jobs)
     batch.forget(batch.jobs)
+    assert batch.jobs == set()
     assert cache.num_rows == 0
 
 

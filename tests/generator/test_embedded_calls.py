@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,9 @@ from backend.generator.base import SampleResult, Stop
 from backend.generator.embedded import EmbeddedGenerator
 from backend.generator.text import load_decoder
 from backend.trainer import base_model
+from backend.trainer.base import AdamParams, LoraConfig, Pass
 from backend.trainer.base_model import BaseModel
+from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
 from tests.generator.calls import call, random_prompt
 from tests.generator.oracle import (
@@ -29,6 +32,7 @@ from tests.generator.oracle import (
     score,
 )
 from together_post_training.errors import PostTrainingError, Reason
+from together_post_training.samples import Sample
 
 
 def tokens_of(result: SampleResult) -> list[list[int]]:
@@ -217,6 +221,35 @@ def test_more_samples_than_run_at_once_are_all_answered(base_of, wait, sample_al
     singles = [replace(asked, num_samples=1, seed=i) for i in range(10)]
     assert tokens_of(result) == [tokens_of(r)[0] for r in sample_all(generator, *singles)]
     wait(generator.close())
+
+
+def test_training_on_the_same_weights_meanwhile_changes_nothing(base_of, generator, sample_all):
+    """Neither what is sampled nor what is trained."""
+    base = base_of("qwen3")
+    calls = [call(random_prompt(5, seed=i), max_tokens=40, num_samples=4, seed=i) for i in range(6)]
+    alone = sample_all(generator, *calls)
+    trained_alone = _train(TorchTrainer(base))
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(_train, TorchTrainer(base))
+        together = sample_all(generator, *calls)
+        trained = training.result()
+    for asked, got, wanted in zip(calls, together, alone, strict=True):
+        assert_same_answer(merged(base, None), asked, got, wanted)
+    for name, tensor in trained_alone.items():
+        np.testing.assert_array_equal(trained[name], tensor)
+
+
+def _train(trainer: TorchTrainer) -> Mapping[str, np.ndarray]:
+    trainer.create_session("s", LoraConfig(rank=4, alpha=8, seed=0))
+    whole = np.array(random_prompt(50), np.int64)
+    one = Sample(
+        tokens=whole[:-1],
+        inputs={"target_tokens": whole[1:], "weights": np.ones(49, np.float32)},
+    )
+    for _ in range(8):
+        trainer.run(Pass(session="s", samples=[one, one], backward=True))
+        trainer.optim_step("s", AdamParams())
+    return trainer.adapter("s").tensors
 
 
 # Seeds
