@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from together_post_training.client.address import Address, resolve_address, resolve_key
+from together_post_training.client.address import (
+    Address,
+    check_headers,
+    resolve_address,
+    resolve_key,
+)
 
 OWN = "TOGETHER_POST_TRAINING_ADDRESS"
 
@@ -93,3 +98,22 @@ def test_key_that_no_header_can_hold_is_refused_without_being_repeated(key):
 def test_key_of_another_type_is_refused():
     with pytest.raises(TypeError, match="int"):
         resolve_key(123, {})  # pyright: ignore[reportArgumentType]
+
+
+def test_headers_are_sent_with_lower_case_names():
+    assert check_headers({"CF-Access": "yes", "x_y.z": ""}) == {"cf-access": "yes", "x_y.z": ""}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "größe", "x-bin", 5])
+def test_a_header_name_that_cannot_be_sent_is_refused_with_itself(name):
+    with pytest.raises(ValueError, match="Header") as refused:
+        check_headers({name: "x"})
+    assert repr(name) in str(refused.value)
+
+
+def test_a_header_value_that_cannot_be_sent_is_refused_without_being_repeated():
+    with pytest.raises(ValueError, match=r"Header 'a' holds .* printable ASCII") as refused:
+        check_headers({"a": "secret\n"})
+    assert "secret" not in str(refused.value)
+    with pytest.raises(TypeError, match="Header 'a' must be a string, got int"):
+        check_headers({"a": 5})  # pyright: ignore[reportArgumentType]

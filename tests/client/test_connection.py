@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from concurrent.futures import Future
@@ -99,6 +100,23 @@ def test_call_survives_a_server_that_restarts_on_its_address(fake):
         pending.result(0.3)
     fake.start()
     assert pending.result(20).models[0].name == "fake"
+
+
+def test_calls_that_wait_for_a_server_say_so_once_and_say_when_it_answers(fake, caplog):
+    policy = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05, outage_timeout_s=20)
+    connection = connect(fake, policy=policy)
+    call(connection)
+    fake.stop()
+    pending = [start(connection, "catalog.ListModels", LIST) for _ in range(5)]
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        pending[0].result(2)
+    (record,) = caplog.records
+    assert f"No answer from {fake.address}" in record.message
+    assert "up to 20 s" in record.message
+    fake.start()
+    for waiting in pending:
+        assert waiting.result(20).models
+    assert [r.message for r in caplog.records[1:]] == [f"{fake.address} answers."]
 
 
 def test_call_gives_up_on_a_server_that_stays_away_and_names_it(fake):

@@ -112,6 +112,7 @@ except tinker.APIConnectionError as error:
     ended = run(then, store)
     assert "The embedded server has ended (exit status -9)" in ended.stdout, ended.stderr
     assert "serving" in ended.stdout, "the end of its log"
+    assert "pip install" not in ended.stdout, "it did start"
 
 
 def test_embedded_server_that_cannot_start_is_reported_with_its_own_words(tmp_path):

@@ -75,6 +75,21 @@ def test_cancelling_the_future_cancels_the_coroutine():
         future.result(5)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_wants_to_end_the_process_gives_its_caller_the_error_and_the_loop_goes_on(
+    error,
+):
+    async def leave() -> None:
+        raise error
+
+    futures = [background_loop().start(value()) for _ in range(3)]
+    left = background_loop().start(leave())
+    futures += [background_loop().start(value()) for _ in range(3)]
+    with pytest.raises(type(error)):
+        left.result(5)
+    assert [future.result(5) for future in futures] == [7] * 6
+
+
 def test_dropping_the_future_does_not_stop_the_coroutine():
     done = threading.Event()
 

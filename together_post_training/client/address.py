@@ -15,6 +15,7 @@ _ACCEPTED = "grpc://host:port, grpcs://host:port (TLS) or host:port"
 _ADDRESS = re.compile(
     r"(?:(grpcs?)://)?(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})/?", re.ASCII
 )
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
@@ -80,11 +81,28 @@ def resolve_key(api_key: str | None, environ: Mapping[str, str]) -> str | None:
     return _check_key(api_key, what="api_key") or None
 
 
+def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers as they are sent, with lower-case names.
+
+    Raises:
+        TypeError, ValueError: naming the header. Values are not repeated.
+    """
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name) or name.endswith("-bin"):
+            raise ValueError(
+                f"Header {name!r}: names are of letters, digits, '-', '_' and '.', and do not end in '-bin'."
+            )
+        if not isinstance(value, str):
+            raise TypeError(f"Header {name!r} must be a string, got {type(value).__name__}.")
+        _check_key(value, what=f"Header {name!r}")
+    return {name.lower(): value for name, value in headers.items()}
+
+
 def _check_key(key: str, *, what: str) -> str:
     for position, character in enumerate(key):
         if not 0x20 <= ord(character) < 0x7F:
             raise ValueError(
-                f"{what} holds {character!r} at position {position}: a key is sent as a header and must be "
+                f"{what} holds {character!r} at position {position}: it is sent as a header and must be "
                 "printable ASCII without line breaks."
             )
     return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import operator
 import random
 import time
@@ -26,6 +27,8 @@ from together_post_training.v1 import (
     trainer_pb2_grpc,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_MESSAGE_BYTES = 256 * 2**20
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -39,6 +42,9 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+
+# An outage that lasts longer is told of: a script that waits in silence looks as if it hung.
+_SILENCE_S = 1.0
 
 
 class Server(Protocol):
@@ -102,6 +108,7 @@ class Connection:
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
         self._is_closed = False
+        self._told_of_outage = False
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Calls e.g. "trainer.Forward" until it is answered.
@@ -117,11 +124,14 @@ class Connection:
         outage = Outage(self.policy)
         while True:
             try:
-                return await rpc(request, metadata=self._metadata, timeout=timeout_s)
+                response = await rpc(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 failure = read_failure(error)
             except grpc.aio.UsageError:
                 raise fail(Reason.UNAVAILABLE, "The client is closed.") from None
+            else:
+                self._tell_of_answer()
+                return response
             if not failure.is_transient:
                 raise failure.error
             await self._wait_out(failure, outage)
@@ -174,6 +184,7 @@ class Connection:
                     f"Cannot reach {address}: no answer within {limit_s:g} s ({failure.error.message}). "
                     "Check that the server is running there and that the address is right."
                 )
+            self._tell_of_outage(address, failure, outage, limit_s)
             await asyncio.sleep(delay_s)
 
     async def _wait_out(self, failure: Failure, outage: Outage) -> None:
@@ -182,6 +193,8 @@ class Connection:
             self.server.check()
         delay_s = outage.next_delay_s(failure)
         if outage.elapsed_s() + delay_s <= self.policy.outage_timeout_s:
+            if failure.is_connection:
+                self._tell_of_outage(self.address, failure, outage, self.policy.outage_timeout_s)
             await asyncio.sleep(delay_s)
         elif failure.is_connection:
             raise ConnectionLostError(
@@ -190,6 +203,25 @@ class Connection:
             )
         else:
             raise failure.error
+
+    def _tell_of_outage(
+        self, address: Address | None, failure: Failure, outage: Outage, limit_s: float
+    ) -> None:
+        """Once for all calls that wait."""
+        if self._told_of_outage or outage.elapsed_s() < _SILENCE_S:
+            return
+        self._told_of_outage = True
+        logger.warning(
+            "No answer from %s (%s); trying again for up to %g s.",
+            address,
+            failure.error.message,
+            limit_s,
+        )
+
+    def _tell_of_answer(self) -> None:
+        if self._told_of_outage:
+            self._told_of_outage = False
+            logger.warning("%s answers.", self.address)
 
 
 class Outage:

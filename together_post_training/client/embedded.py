@@ -20,6 +20,11 @@ _PACKAGES = Path(__file__).resolve().parents[2]
 # The child gives its running work a few seconds when it loses its parent.
 _STOP_TIMEOUT_S = 15.0
 _LOG_TAIL_LINES = 15
+_NEEDS = (
+    "It needs the server's packages (pip install 'together-post-training[server]') and a directory to keep its work "
+    f"in: for another one, set {STORE_VARIABLE}; to use a server that runs already, {OWN_VARIABLE}."
+)
+_GO_ON = "Its checkpoints are kept: run the script again and go on from the last one."
 
 
 class EmbeddedServer:
@@ -50,7 +55,7 @@ class EmbeddedServer:
 
     def check(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            raise ConnectionLostError(self._ended("The embedded server has ended"))
+            raise ConnectionLostError(self._ended("The embedded server has ended", _GO_ON))
 
     def stop(self) -> None:
         """Ends the child and waits for it. Called at exit."""
@@ -90,7 +95,7 @@ class EmbeddedServer:
             target = announced.readline().strip()
         if not target:
             self._process.wait()
-            raise ConnectionLostError(self._ended("The embedded server did not start"))
+            raise ConnectionLostError(self._ended("The embedded server did not start", _NEEDS))
         print(
             f"together-post-training: no address configured; embedded server {self._announcement(target)}, "
             f"log {self._log}",
@@ -104,13 +109,11 @@ class EmbeddedServer:
         lines = self._read_log()
         return next((line for line in lines if line.startswith("serving ")), f"on {target}")
 
-    def _ended(self, what: str) -> str:
+    def _ended(self, what: str, advice: str) -> str:
         assert self._process is not None
         tail = "\n".join(self._read_log()[-_LOG_TAIL_LINES:])
         return (
-            f"{what} (exit status {self._process.returncode}). It needs the server's packages "
-            "(pip install 'together-post-training[server]') and a directory to keep its work in: for another one, "
-            f"set {STORE_VARIABLE}; to use a server that runs already, {OWN_VARIABLE}. "
+            f"{what} (exit status {self._process.returncode}). {advice} "
             f"The end of its log, {self._log}:\n{tail}"
         )
 

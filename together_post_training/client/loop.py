@@ -7,6 +7,7 @@ scripts, from any thread, inside any number of other loops and in notebooks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import warnings
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from together_post_training import FORK_STALLS_PARENT
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -28,9 +30,20 @@ class BackgroundLoop:
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(
-            target=self.loop.run_forever, name="together-post-training", daemon=True
+            target=self._run, name="together-post-training", daemon=True
         )
         self._thread.start()
+
+    def _run(self) -> None:
+        """SystemExit and KeyboardInterrupt leave a loop. Here they belong to the call that raised them, whose future
+        has them, and the others go on."""
+        while True:
+            try:
+                self.loop.run_forever()
+            except (KeyboardInterrupt, SystemExit) as error:
+                logger.debug("on the background loop: %r", error)
+            else:
+                return
 
     def is_current(self) -> bool:
         """Whether the caller is on this loop, where waiting for it would never end."""
