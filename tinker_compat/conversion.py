@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from tinker import types
 
 from tinker_compat.errors import to_tinker
@@ -22,13 +24,50 @@ _DTYPE_NAMES: dict[str, types.TensorDtype] = {"f": "float32", "i": "int64"}
 # Bytes on the wire, for deciding how much goes into one message.
 _TOKEN_BYTES = 4
 _SPARSE_INDEX_BYTES = 8
+# What fields take, by their C++ type.
+_ACCEPTED = {
+    FieldDescriptor.CPPTYPE_INT32: "an integer of 32 bits",
+    FieldDescriptor.CPPTYPE_UINT64: "an integer from 0 to 2**64 - 1",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "a string",
+}
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+
+
+def set_fields(message: Message, **fields: Any) -> None:
+    """Sets scalar fields; None leaves one unset.
+
+    Raises:
+        TypeError, ValueError: naming the field, its value and what it takes.
+    """
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            accepted = _ACCEPTED[message.DESCRIPTOR.fields_by_name[name].cpp_type]
+            raise type(error)(f"{name} is {value!r}: must be {accepted}.") from None
+
+
+def check_metadata(user_metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Raises TypeError for a name or value that is not a string."""
+    checked = dict(user_metadata or {})
+    for name, value in checked.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise TypeError(
+                f"user_metadata[{name!r}] is {value!r}: names and values must be strings."
+            )
+    return checked
 
 
 def check_data(data: Sequence[types.Datum]) -> None:
     """Raises ValueError without data, TypeError for what is not a Datum."""
     if isinstance(data, types.Datum):
         raise TypeError("data must be a list of Datum, got one Datum; put it in a list.")
+    if not hasattr(data, "__len__"):
+        raise TypeError(f"data must be a list of Datum, got {type(data).__name__}.")
     if not len(data):
         raise ValueError("No data provided")
     for i, datum in enumerate(data):

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +40,7 @@ class Evaluated:
 
     loss: float
     gradients: list[np.ndarray]
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
 
 
 def forward_backward_custom(
@@ -49,6 +51,7 @@ def forward_backward_custom(
     Raises:
         ImportError: without torch.
         ValueError: without data or target_tokens.
+        RuntimeError: inside a custom loss.
     """
     import torch  # noqa: F401 - missing torch is the caller's to know now, not when the forward pass is done
 
@@ -56,6 +59,11 @@ def forward_backward_custom(
         refuse(
             f"loss_fn is a {type(loss_fn).__name__}: pass a function of (data, logprobs). Uploaded losses "
             "(LossHandle) are not supported."
+        )
+    if _loss_thread(os.getpid()).is_current():
+        raise RuntimeError(
+            "forward_backward_custom was called by a custom loss. Losses run one at a time, so that this one would "
+            "wait for itself forever; call it before or after."
         )
     slices = passes.split(data)
     requests = passes.forward_requests(
@@ -85,12 +93,13 @@ def evaluate(
     """Calls the loss on leaf tensors, one of the target_tokens' shape for each sample.
 
     Raises:
+        TypeError: when the loss returns anything but a loss and a dict of metrics.
         ValueError: when the loss does not depend on some sample's log-probabilities.
     """
     import torch
 
     leaves = [torch.tensor(values).requires_grad_(True) for values in logprobs]
-    loss, metrics = loss_fn(data, leaves)
+    loss, metrics = _loss_and_metrics(loss_fn(data, leaves))
     value = float(loss.detach().sum().item())
     loss.backward()
     gradients = []
@@ -99,6 +108,16 @@ def evaluate(
             raise ValueError("No gradient computed for logprob tensor")
         gradients.append(leaf.grad.numpy())
     return Evaluated(loss=value, gradients=gradients, metrics=metrics)
+
+
+def _loss_and_metrics(returned: Any) -> tuple[Any, Mapping[str, float]]:
+    match returned:
+        case (loss, Mapping() as metrics):
+            return loss, metrics
+    raise TypeError(
+        f"loss_fn returned {returned!r}: it must return two things, the loss (a tensor of one element) and a dict of "
+        "metrics, which may be empty."
+    )
 
 
 def _scored_only(datum: types.Datum) -> types.Datum:
@@ -154,11 +173,44 @@ def _output(
 
 
 async def _in_loss_thread(function: Callable[..., Evaluated], *arguments: Any) -> Evaluated:
-    executor = _loss_thread(os.getpid())
-    return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
+    return await asyncio.wrap_future(_loss_thread(os.getpid()).submit(function, *arguments))
+
+
+class _LossThread:
+    """One thread for all losses of a process: they run one at a time, as the functions may share state.
+
+    A daemon with a queue: an executor takes no work any more when a script has run its last line, although losses of
+    operations that nobody waited for are still to come.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]
+        self._work = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tinker-custom-loss", daemon=True)
+        self._thread.start()
+
+    def is_current(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def submit(self, function: Callable[..., Evaluated], *arguments: Any) -> Future[Evaluated]:
+        future: Future[Evaluated] = Future()
+        self._work.put((future, function, arguments))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            _run_one(*self._work.get())
+
+
+def _run_one(future: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 @functools.cache
-def _loss_thread(_pid: int) -> ThreadPoolExecutor:
-    """One thread for all losses of a process: they run one at a time, as the functions may share state."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tinker-custom-loss")
+def _loss_thread(_pid: int) -> _LossThread:
+    return _LossThread()

@@ -18,7 +18,6 @@ from tinker_compat.futures import OperationFuture, completed, start
 from together_post_training.client.channel import Connection
 from together_post_training.client.embedded import EmbeddedServer
 from together_post_training.client.session import TrainingSession
-from together_post_training.errors import ConnectionLostError, PostTrainingError
 
 T = TypeVar("T")
 
@@ -27,6 +26,7 @@ T = TypeVar("T")
 # sent, our own ends with us.
 _EXIT_WAIT_S = 10.0
 _EXIT_SILENCE_S = 1.0
+_STOP_TIMEOUT_S = 10.0
 
 
 class Holder:
@@ -87,9 +87,11 @@ class Holder:
         if finish:
             running = [asyncio.wrap_future(future) for future in list(self._operations)]
             await asyncio.gather(*running, return_exceptions=True)
-        for session in list(self._sessions):
-            with contextlib.suppress(PostTrainingError, ConnectionLostError):
-                await session.stop()
+        stops = [session.stop() for session in list(self._sessions)]
+        # A server that is away has ended them by the time it is back.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await asyncio.gather(*stops, return_exceptions=True)
         await self.connection.close()
 
     def finish_at_exit(self) -> None:

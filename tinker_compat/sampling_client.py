@@ -171,10 +171,20 @@ class SamplingClient:
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """The key is the argument, else the environment's, as for ServiceClient."""
-        fields = json.loads(base64.urlsafe_b64decode(handle))
+        """The key is the argument, else the environment's, as for ServiceClient.
+
+        Raises:
+            ValueError: for what is no handle.
+        """
         key = resolve_key(api_key, os.environ)
-        return _rebuild(SamplerState(**{**fields, "key": key, "headers": ()}))
+        try:
+            fields = json.loads(base64.urlsafe_b64decode(handle))
+            state = SamplerState(**{**fields, "key": key, "headers": ()})
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"handle is {handle!r}: expected what get_sampler_handle() returned."
+            ) from None
+        return _rebuild(state)
 
     def __reduce__(self) -> tuple[Any, tuple[SamplerState]]:
         return _rebuild, (self._state(),)
@@ -202,8 +212,8 @@ async def open_sampler(
     if model_path is None:
         assert base_model is not None
         return SamplingClient(holder, await open_base_model(holder.connection, base_model))
-    if not model_path.startswith("tinker://"):
-        raise ValueError("model_path must start with 'tinker://'")
+    if not isinstance(model_path, str) or not model_path.startswith("tinker://"):
+        raise ValueError(f"model_path must start with 'tinker://', got {model_path!r}")
     sampler = await open_checkpoint(holder.connection, model_path)
     if base_model is not None:
         sampler = Sampler(sampler.connection, sampler.snapshot, base_model)

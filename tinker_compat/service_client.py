@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import tinker
 from tinker import types
 
+from tinker_compat.conversion import check_metadata, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
@@ -26,7 +27,7 @@ from tinker_compat.training_client import (
     TrainingClient,
     check_access_token,
 )
-from together_post_training.client.address import resolve_address, resolve_key
+from together_post_training.client.address import check_headers, resolve_address, resolve_key
 from together_post_training.client.channel import Connection, FixedServer
 from together_post_training.client.embedded import embedded_server
 from together_post_training.client.retry import policy_from
@@ -51,7 +52,7 @@ class ServiceClient:
         **kwargs: ignored with a warning.
 
     Raises:
-        ValueError: for an address that is none of these.
+        ValueError: for an address that is none of these, or a header that cannot be sent.
         TinkerError: for a key that cannot be sent.
     """
 
@@ -67,7 +68,7 @@ class ServiceClient:
         **kwargs: Any,
     ) -> None:
         _warn_of_ignored(project_id, kwargs)
-        self._user_metadata = dict(user_metadata or {})
+        self._user_metadata = check_metadata(user_metadata)
         self._display_name = display_name
         address = resolve_address(base_url, os.environ)
         try:
@@ -78,7 +79,7 @@ class ServiceClient:
             Connection(
                 embedded_server() if address is None else FixedServer(address),
                 key=key,
-                headers=default_headers_overrides,
+                headers=check_headers(default_headers_overrides or {}),
                 policy=policy_from(os.environ),
             )
         )
@@ -104,8 +105,14 @@ class ServiceClient:
     ) -> OperationFuture[None]:
         """Ends this client's training runs on the server; their checkpoints stay.
 
-        With "success" their submitted operations are waited for, otherwise those not started are dropped.
+        With "success" their submitted operations are waited for, otherwise those not started are dropped. `detail`
+        is ignored with a warning.
         """
+        if detail is not None:
+            warnings.warn(
+                f"detail={detail!r} is ignored: the server does not record why a client was closed.",
+                stacklevel=2,
+            )
         return self.holder.close(finish=status == "success")
 
     def create_lora_training_client(
@@ -128,7 +135,10 @@ class ServiceClient:
             "At least one of train_mlp, train_attn, or train_unembed must be True"
         )
         _check_optimizer(optimizer)
-        lora = sessions_pb2.LoraConfig(
+        request = sessions_pb2.CreateSessionRequest()
+        set_fields(request, base_model=base_model)
+        set_fields(
+            request.lora,
             rank=rank,
             alpha=LORA_ALPHA,
             seed=seed,
@@ -136,7 +146,6 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        request = sessions_pb2.CreateSessionRequest(base_model=base_model, lora=lora)
         return self._create_training_client(request, user_metadata)
 
     async def create_lora_training_client_async(
@@ -269,16 +278,15 @@ class ServiceClient:
             # The second place was user_metadata's once.
             base_model, user_metadata = None, dict(base_model)
         check_access_token(weights_access_token)
-        request = sessions_pb2.CreateSessionRequest(
-            resume_from=path, load_optimizer=load_optimizer, base_model=base_model or ""
-        )
+        request = sessions_pb2.CreateSessionRequest()
+        set_fields(request, resume_from=path, load_optimizer=load_optimizer, base_model=base_model)
         return self._create_training_client(request, user_metadata)
 
     def _create_training_client(
         self, request: sessions_pb2.CreateSessionRequest, user_metadata: dict[str, str] | None
     ) -> BackcompatTrainingClientFuture:
         request.id = self.holder.new_training_id()
-        request.user_metadata.update({**self._user_metadata, **(user_metadata or {})})
+        request.user_metadata.update({**self._user_metadata, **check_metadata(user_metadata)})
         request.display_name = self._display_name or ""
         return BackcompatTrainingClientFuture(
             self.holder.start(_create_training_client(self.holder, request))

@@ -12,7 +12,7 @@ from tinker import types
 from tinker_compat import custom_loss, passes
 from tinker_compat.client_future import ClientFuture
 from tinker_compat.conversion import adam_params as to_adam
-from tinker_compat.conversion import loss_config
+from tinker_compat.conversion import check_metadata, loss_config, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.run import Run
@@ -307,7 +307,8 @@ class TrainingClient:
         self, path: str, weights_access_token: str | None, *, optimizer: bool
     ) -> OperationFuture[types.LoadWeightsResponse]:
         check_access_token(weights_access_token)
-        request = trainer_pb2.LoadCheckpointRequest(path=path, optimizer=optimizer)
+        request = trainer_pb2.LoadCheckpointRequest()
+        set_fields(request, path=path, optimizer=optimizer)
         model_id = self.model_id
         return self._core.submit(
             [request],
@@ -347,9 +348,15 @@ def _check_loss_type_input(loss_type_input: str | None) -> None:
 def _save_request(
     name: str, ttl_seconds: int | None, user_metadata: Mapping[str, str] | None
 ) -> trainer_pb2.SaveCheckpointRequest:
-    request = trainer_pb2.SaveCheckpointRequest(name=name, user_metadata=dict(user_metadata or {}))
+    request = trainer_pb2.SaveCheckpointRequest(user_metadata=check_metadata(user_metadata))
+    set_fields(request, name=name)
     if ttl_seconds is not None:
-        request.ttl.CopyFrom(Duration(seconds=ttl_seconds))
+        try:
+            request.ttl.CopyFrom(Duration(seconds=ttl_seconds))
+        except TypeError:
+            raise TypeError(
+                f"ttl_seconds is {ttl_seconds!r}: must be a whole number of seconds."
+            ) from None
     return request
 
 

@@ -10,7 +10,9 @@ or refused with an error.
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 import sys
 import typing
 import warnings
@@ -37,6 +39,11 @@ _DATUM = tinker.Datum(
     model_input=tinker.ModelInput.from_ints([1, 2]),
     loss_fn_inputs={"target_tokens": tinker.TensorData(data=[2, 3], dtype="int64")},
 )
+_HANDLE = base64.urlsafe_b64encode(
+    json.dumps(
+        {"address": "grpc://localhost:1", "snapshot": "name", "base_model": "model"}
+    ).encode()
+).decode()
 # A value other than the default, by the name of the parameter: of the method if it is given, else of any.
 _PROBES: Mapping[str, Any] = {
     "adam_params": tinker.AdamParams(),
@@ -48,7 +55,7 @@ _PROBES: Mapping[str, Any] = {
     "detail": "text",
     "display_name": "text",
     "fn": lambda logprobs: (logprobs.sum(), {}),
-    "handle": "handle",
+    "handle": _HANDLE,
     "include_prompt_logprobs": True,
     "input_ranks": {"logprobs": 1},
     "kind": "inflight",

@@ -308,8 +308,28 @@ def test_what_tinker_checks_at_the_call_is_raised_at_the_call(service, client, s
         client.optim_step({"lr": 1e-4})
     with pytest.raises(TypeError):
         client.optim_step(learning_rate=1e-4)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="generator"):
+        client.forward_backward((datum() for _ in range(2)), CE)
+    with pytest.raises(TypeError, match="name is 7: must be a string"):
         client.save_state(7)
+    with pytest.raises(TypeError, match=r"ttl_seconds is 1\.5: must be a whole number"):
+        client.save_state("x", ttl_seconds=1.5)
+    with pytest.raises(TypeError, match=r"user_metadata\['step'\] is 3"):
+        client.save_state("x", user_metadata={"step": 3})
+    with pytest.raises(TypeError, match="path is 7: must be a string"):
+        client.load_state(7)
+    with pytest.raises(TypeError, match="resume_from is 7: must be a string"):
+        service.create_training_client_from_state(7)
+    with pytest.raises(TypeError, match="rank is '8': must be an integer"):
+        service.create_lora_training_client(MODEL, rank="8")
+    with pytest.raises(ValueError, match="rank is 2147483648: must be an integer of 32 bits"):
+        service.create_lora_training_client(MODEL, rank=2**31)
+    with pytest.raises(ValueError, match=r"seed is -1: must be an integer from 0 to 2\*\*64 - 1"):
+        service.create_lora_training_client(MODEL, seed=-1)
+    with pytest.raises(TypeError, match="user_metadata"):
+        tinker.ServiceClient({"step": 3}, base_url="h:1")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Header"):
+        tinker.ServiceClient(base_url="h:1", default_headers_overrides={"a b": "c"})
     with pytest.raises(
         AssertionError, match="At least one of train_mlp, train_attn, or train_unembed"
     ):
@@ -327,10 +347,17 @@ def test_what_tinker_checks_at_the_call_is_raised_at_the_call(service, client, s
     assert client._core.session.reserve(1).sequences.start == 2
 
 
-def test_a_model_path_of_another_form_is_refused_when_the_client_is_asked_for(service):
-    opened = service.create_sampling_client(model_path="weights/a")
-    with pytest.raises(ValueError, match="model_path must start with 'tinker://'"):
+@pytest.mark.parametrize("path", ["weights/a", 7])
+def test_a_model_path_of_another_form_is_refused_when_the_client_is_asked_for(service, path):
+    opened = service.create_sampling_client(model_path=path)
+    with pytest.raises(ValueError, match=f"model_path must start with 'tinker://', got {path!r}"):
         opened.result()
+
+
+@pytest.mark.parametrize("handle", ["", "x", "aGVsbG8=", "e30=", 5])
+def test_what_is_no_handle_is_refused_with_its_value(handle):
+    with pytest.raises(ValueError, match=f"handle is {handle!r}: expected what get_sampler"):
+        tinker.SamplingClient.from_sampler_handle(handle)
 
 
 def test_a_token_id_beyond_32_bits_is_refused_with_its_value(client):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +157,18 @@ def vector(data: Any, logprobs: list[Any]) -> Any:
     return logprobs[0], {}
 
 
+def without_metrics(data: Any, logprobs: list[Any]) -> Any:
+    return sum(lp.sum() for lp in logprobs)
+
+
+def metrics_none(data: Any, logprobs: list[Any]) -> Any:
+    return sum(lp.sum() for lp in logprobs), None
+
+
+def leaving(data: Any, logprobs: list[Any]) -> Any:
+    sys.exit("no use going on")
+
+
 @pytest.mark.parametrize(
     ("loss", "error"),
     [
@@ -160,6 +176,9 @@ def vector(data: Any, logprobs: list[Any]) -> Any:
         (untouched, ValueError),
         (number, AttributeError),
         (vector, RuntimeError),
+        (without_metrics, TypeError),
+        (metrics_none, TypeError),
+        (leaving, SystemExit),
     ],
 )
 def test_a_loss_that_fails_raises_its_error_and_poisons_the_client(client, loss, error):
@@ -262,3 +281,49 @@ def test_a_backward_pass_that_the_server_fails_poisons_too(fake):
         training.forward_backward_custom([datum()], cross_entropy).result()
     with pytest.raises(RuntimeError, match=POISONED):
         training.save_state("x").result()
+
+
+def test_a_custom_loss_inside_a_custom_loss_is_refused_instead_of_waiting_for_itself(service):
+    inner = service.create_lora_training_client(MODEL, rank=4).result()
+    outer = service.create_lora_training_client(MODEL, rank=4).result()
+
+    def nested(data: Any, logprobs: list[Any]) -> Any:
+        inner.forward_backward_custom(data, cross_entropy).result()
+        return cross_entropy(data, logprobs)
+
+    with pytest.raises(RuntimeError, match="wait for itself"):
+        outer.forward_backward_custom([datum()], nested).result(timeout=10)
+    assert inner.forward_backward_custom([datum()], cross_entropy).result(timeout=10)
+
+
+def test_a_script_that_ends_while_a_custom_loss_runs_still_takes_the_step_and_saves(address):
+    script = f"""
+import time
+import tinker_compat as tinker
+from tinker import types
+
+def loss(data, logprobs):
+    time.sleep(0.5)
+    return -logprobs[0].sum(), {{}}
+
+service = tinker.ServiceClient(base_url={address!r})
+client = service.create_lora_training_client({MODEL!r}, rank=4).result()
+inputs = {{"target_tokens": [4]}}
+datum = types.Datum(model_input=types.ModelInput.from_ints([3]), loss_fn_inputs=inputs)
+for _ in range(3):
+    client.forward_backward_custom([datum], loss)
+    client.optim_step(types.AdamParams())
+client.save_state("at-the-end")
+print(client.model_id)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    path = f"tinker://{done.stdout.strip()}/weights/at-the-end"
+    again = tinker.ServiceClient(base_url=address)
+    assert again.create_training_client_from_state_with_optimizer(path).result(), done.stderr

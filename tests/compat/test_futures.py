@@ -232,12 +232,17 @@ def test_cancelling_a_sample_hangs_up(fake, training):
     assert sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=2)).result(timeout=5)
 
 
-def test_result_inside_a_running_loop_blocks_and_warns_with_the_stack(training, caplog):
+def test_result_inside_a_running_loop_blocks_and_warns_with_the_stack(stuck, release, caplog):
+    future = stuck()
+    releasing = threading.Thread(target=lambda: (until(lambda: caplog.records), release()))
+
     async def main() -> Any:
-        return step(training).result()
+        return future.result(timeout=10)
 
     with caplog.at_level(logging.WARNING):
+        releasing.start()
         assert asyncio.run(main())
+        releasing.join()
     (record,) = caplog.records
     assert "called inside a running event loop" in record.message
     assert "test_result_inside_a_running_loop" in record.message
@@ -254,15 +259,18 @@ def test_result_of_a_finished_future_does_not_warn_inside_a_running_loop(trainin
     assert caplog.records == []
 
 
-def test_result_inside_a_notebook_does_not_warn(training, caplog, monkeypatch):
+def test_result_inside_a_notebook_does_not_warn(stuck, release, caplog, monkeypatch):
     class ZMQInteractiveShell:
         pass
 
     notebook = python_types.SimpleNamespace(get_ipython=ZMQInteractiveShell)
     monkeypatch.setitem(sys.modules, "IPython", notebook)
 
+    future = stuck()
+
     async def main() -> Any:
-        return step(training).result()
+        asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.1), release()))
+        return future.result(timeout=10)
 
     assert asyncio.run(main())
     assert caplog.records == []

@@ -49,7 +49,7 @@ FATE: dict[str, dict[str, str]] = {
         "default_headers_overrides": HONOURED,
         "kwargs": WARNED,
     },
-    "ServiceClient.close": {"status": HONOURED, "detail": HONOURED},
+    "ServiceClient.close": {"status": HONOURED, "detail": WARNED},
     "ServiceClient.create_lora_training_client": {
         **dict.fromkeys(["base_model", "rank", "seed", "user_metadata"], HONOURED),
         **dict.fromkeys(["train_mlp", "train_attn", "train_unembed"], HONOURED),

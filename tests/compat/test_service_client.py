@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import warnings
 
 import pytest
 
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
+from tinker_compat import holder
 from tinker_compat.service_client import LORA_ALPHA
 
 
@@ -132,6 +134,22 @@ def test_access_tokens_are_ignored_with_a_warning(client):
 def test_what_does_not_exist_yet_is_refused_by_name_when_it_is_used(service, use, name):
     with pytest.raises(tinker.BadRequestError, match=f"{name} is not supported"):
         use(service)
+
+
+def test_closing_with_a_detail_warns_that_nobody_keeps_it(fake):
+    service = tinker.ServiceClient(base_url=fake.address)
+    with pytest.warns(UserWarning, match="detail='out of data' is ignored"):
+        service.close("errored", "out of data").result(10)
+
+
+def test_closing_does_not_wait_long_for_a_server_that_is_away(fake, monkeypatch):
+    monkeypatch.setattr(holder, "_STOP_TIMEOUT_S", 0.5)
+    with tinker.ServiceClient(base_url=fake.address) as service:
+        for _ in range(3):
+            service.create_lora_training_client("fake").result()
+        fake.stop()
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 5
 
 
 def test_the_holder_has_the_session_id_and_close(service):
