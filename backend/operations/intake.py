@@ -1,6 +1,9 @@
 """Takes submissions in: in any order, any number of times, kept before they are acknowledged.
 
 The event loop owns it. Large requests are digested and decoded in worker threads.
+
+Two submissions are the same when their bytes are, as they arrived: `failures_seen_through` is part of what an
+operation may do, and a retry sends the same bytes anyway.
 """
 
 from __future__ import annotations
@@ -26,14 +29,12 @@ T = TypeVar("T")
 
 # Below this a thread costs more than it saves.
 _OFF_LOOP_BYTES = 32 * 1024
-_MANY_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A request, encoded for the journal and decoded for the engine; `refusal`: why it cannot be."""
+    """A request, decoded for the engine; `refusal`: why it cannot be."""
 
-    body: bytes
     digest: bytes
     work: Work | None
     refusal: PostTrainingError | None
@@ -61,16 +62,17 @@ class Intake:
         executor: Executor,
         kind: pb.OperationKind,
         request: Message,
+        body: bytes,
         decode: Callable[[], Work],
     ) -> pb.Operation:
         """The operation that the request's number names, once it is in the journal.
 
-        The digest is of the whole request, `failures_seen_through` included: it is part of what the operation may
-        do, and a retry sends the same bytes anyway.
+        Args:
+            body: the request as it arrived, for the journal.
         """
         if self._closed is not None:
             raise self._closed
-        prepared = await _maybe_off_loop(request, lambda: _prepare(request, decode))
+        prepared = await _maybe_off_loop(body, lambda: _prepare(body, decode))
         _, sequence = _key(request)
         if not session.is_running and not session.sequencer.is_used(sequence):
             raise stopped(session.id)
@@ -88,9 +90,10 @@ class Intake:
         if prepared.refusal is not None:
             self._refuse(operation, prepared.refusal, pb.OPERATION_STATE_FAILED)
         self._expect(operation)
-        return await self._shielded(self._accept(operation, executor, prepared.body))
+        kept = body if prepared.refusal is None else b""
+        return await self._shielded(self._accept(operation, executor, kept))
 
-    async def recall(self, request: Message) -> pb.Operation | None:
+    async def recall(self, request: Message, body: bytes) -> pb.Operation | None:
         """The answer to a submission that was accepted before its session ended; None: it was not.
 
         Raises:
@@ -100,7 +103,7 @@ class Intake:
         entry = await self._journal.get_operation(session, sequence)
         if entry is None:
             return None
-        _, digest = await _maybe_off_loop(request, lambda: _encode(request))
+        digest = await _maybe_off_loop(body, lambda: _digest(body))
         check_same(sequence, entry.digest or None, digest)
         return entry.operation
 
@@ -168,23 +171,16 @@ def _key(request: Message) -> tuple[str, int]:
     return request.session, request.sequence  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_large(request: Message) -> bool:
-    """Whether it holds more than a few kilobytes of samples. (Measuring it all would take as long as encoding it.)"""
-    samples = getattr(request, "samples", ())
-    return len(samples) > _MANY_SAMPLES or sum(s.ByteSize() for s in samples) > _OFF_LOOP_BYTES
-
-
-def _prepare(request: Message, decode: Callable[[], Work]) -> _Prepared:
-    body, digest = _encode(request)
+def _prepare(body: bytes, decode: Callable[[], Work]) -> _Prepared:
+    digest = _digest(body)
     try:
-        return _Prepared(body=body, digest=digest, work=decode(), refusal=None)
+        return _Prepared(digest=digest, work=decode(), refusal=None)
     except PostTrainingError as error:
-        return _Prepared(body=b"", digest=digest, work=None, refusal=error)
+        return _Prepared(digest=digest, work=None, refusal=error)
 
 
-def _encode(request: Message) -> tuple[bytes, bytes]:
-    body = request.SerializeToString(deterministic=True)
-    return body, hashlib.sha256(body).digest()
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
 
 
 def _optional(request: Message, field: str, default: int) -> int:
@@ -193,5 +189,6 @@ def _optional(request: Message, field: str, default: int) -> int:
     return getattr(request, field)
 
 
-async def _maybe_off_loop(request: Message, function: Callable[[], T]) -> T:
-    return await asyncio.to_thread(function) if _is_large(request) else function()
+async def _maybe_off_loop(body: bytes, function: Callable[[], T]) -> T:
+    """`function` works on a request of these bytes."""
+    return await asyncio.to_thread(function) if len(body) > _OFF_LOOP_BYTES else function()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,6 +24,17 @@ log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1500
 _MAX_VALUE_BYTES = 200
 _OURS = "/together_post_training."
+
+request_bytes: ContextVar[bytes] = ContextVar("request_bytes")
+"""Within a call: its request as it arrived, which spares encoding it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """message: the request, or why its bytes are none."""
+
+    message: Any
+    data: bytes
 
 
 def to_status(error: PostTrainingError) -> status_pb2.Status:
@@ -71,10 +84,9 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
 
 def _unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(behavior)
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def call(received: _Received, context: grpc.aio.ServicerContext) -> Any:
         try:
-            _check_parsed(request)
-            return await behavior(request, context)
+            return await behavior(_unpack(received), context)
         except Exception as error:
             await _abort(context, method, error)
 
@@ -85,10 +97,9 @@ def _stream(
     behavior: Callable[..., AsyncIterator[Any]], method: str
 ) -> Callable[..., AsyncIterator[Any]]:
     @functools.wraps(behavior)
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def call(received: _Received, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            _check_parsed(request)
-            async for response in behavior(request, context):
+            async for response in behavior(_unpack(received), context):
                 yield response
         except Exception as error:
             await _abort(context, method, error)
@@ -96,25 +107,27 @@ def _stream(
     return call
 
 
-def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Gives the error instead of raising it, where gRPC would answer UNKNOWN and log a traceback."""
+def _parser(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Received]:
+    """Keeps the error instead of raising it, where gRPC would answer UNKNOWN and log a traceback."""
 
-    def parse(data: bytes) -> Any:
+    def parse(data: bytes) -> _Received:
         try:
-            return deserialize(data)
+            return _Received(deserialize(data), data)
         except DecodeError as error:
-            return error
+            return _Received(error, data)
 
     return parse
 
 
-def _check_parsed(request: Any) -> None:
-    if isinstance(request, DecodeError):
+def _unpack(received: _Received) -> Any:
+    if isinstance(received.message, DecodeError):
         raise fail(
             Reason.INVALID_ARGUMENT,
             "The request's bytes are not a protobuf message of this method's type. Was the client generated from this "
             "server's .proto files?",
         )
+    request_bytes.set(received.data)
+    return received.message
 
 
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:

@@ -12,6 +12,7 @@ from backend.operations.intake import Intake
 from backend.operations.work import Work
 from backend.resources.sessions import Sessions
 from backend.services import trainer_requests as parse
+from backend.services.status import request_bytes
 from together_post_training.samples import Limits
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2, trainer_pb2_grpc
@@ -62,12 +63,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         resource = self._sessions.resource_of(session)
         limits = resource.model.limits
         return await self._intake.submit(
-            session, resource.executor, kind, request, lambda: decode(request, limits)
+            session,
+            resource.executor,
+            kind,
+            request,
+            request_bytes.get(),
+            lambda: decode(request, limits),
         )
 
     async def _recall(self, request: Message) -> pb.Operation:
         """A retry gets its answer also after the session has ended."""
-        operation = await self._intake.recall(request)
+        operation = await self._intake.recall(request, request_bytes.get())
         if operation is None:
             await self._sessions.find(request.session)  # pyright: ignore[reportAttributeAccessIssue]
             raise AssertionError("a session that is not in memory takes no operations")

@@ -77,7 +77,12 @@ class Bench:
         kind, decode = _KINDS[type(request)]
         limits = self.trainer.model.limits
         return await self.intake.submit(
-            self.session, self.executor, kind, request, lambda: decode(request, limits)
+            self.session,
+            self.executor,
+            kind,
+            request,
+            request.SerializeToString(),
+            lambda: decode(request, limits),
         )
 
     async def ended(self, sequence: int) -> pb.Operation:
