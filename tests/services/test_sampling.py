@@ -269,7 +269,7 @@ def test_snapshots_beyond_those_in_memory_are_spilled_and_answer_the_same(tmp_pa
         for thread in threads:
             thread.join()
         assert not faults
-        spilled = list((tmp_path / "store" / "snapshots").iterdir())
+        spilled = list((tmp_path / "store").glob("*/snapshots/*"))
         assert len(spilled) >= 5
 
 
