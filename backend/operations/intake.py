@@ -2,8 +2,8 @@
 
 The event loop owns it. Large requests are digested and decoded in worker threads.
 
-Two submissions are the same when their bytes are, as they arrived: `failures_seen_through` is part of what an
-operation may do, and a retry sends the same bytes anyway.
+Two submissions are the same when all their fields are, `failures_seen_through` included: it is part of what an
+operation may do, and a retry sends it again. Their bytes may differ, because a map's entries have no order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Intake:
         """
         if self._closed is not None:
             raise self._closed
-        prepared = await _maybe_off_loop(body, lambda: _prepare(body, decode))
+        prepared = await _maybe_off_loop(body, lambda: _prepare(request, decode))
         _, sequence = _key(request)
         if not session.is_running and not session.sequencer.is_used(sequence):
             raise stopped(session.id)
@@ -103,7 +103,7 @@ class Intake:
         entry = await self._journal.get_operation(session, sequence)
         if entry is None:
             return None
-        digest = await _maybe_off_loop(body, lambda: _digest(body))
+        digest = await _maybe_off_loop(body, lambda: _digest(request))
         check_same(sequence, entry.digest or None, digest)
         return entry.operation
 
@@ -171,16 +171,19 @@ def _key(request: Message) -> tuple[str, int]:
     return request.session, request.sequence  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _prepare(body: bytes, decode: Callable[[], Work]) -> _Prepared:
-    digest = _digest(body)
+def _prepare(request: Message, decode: Callable[[], Work]) -> _Prepared:
+    digest = _digest(request)
     try:
         return _Prepared(digest=digest, work=decode(), refusal=None)
     except PostTrainingError as error:
         return _Prepared(digest=digest, work=None, refusal=error)
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()
+def _digest(request: Message) -> bytes:
+    """The same for the same fields of the same kind of request."""
+    digest = hashlib.sha256(request.DESCRIPTOR.full_name.encode())
+    digest.update(request.SerializeToString(deterministic=True))
+    return digest.digest()
 
 
 def _optional(request: Message, field: str, default: int) -> int:

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from tests.services.harness import Caller, Running, cross_entropy, refusal, sample
+from together_post_training.v1 import data_pb2
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
 
@@ -114,6 +115,37 @@ def test_cancel_ends_what_has_not_started_and_uses_up_what_never_came(watched: R
     assert len(watched.watched.passes) == 1
     again = caller.operations.CancelOperation(pb.CancelOperationRequest(name=after.name))
     assert again.state == pb.OPERATION_STATE_SUCCEEDED
+
+
+def test_retry_with_a_maps_entries_in_another_order_is_the_same_request(caller: Caller):
+    """grpcurl sends them in another order each time."""
+    run = caller.session()
+    head = t.ForwardRequest(session=run.id, sequence=1, loss=cross_entropy()).SerializeToString()
+    whole = sample([3, 4, 9], weights=[1.0, 0.5])
+    fields = [data_pb2.Sample(model_input=whole.model_input)]
+    fields += [
+        data_pb2.Sample(loss_fn_inputs={key: value}) for key, value in whole.loss_fn_inputs.items()
+    ]
+    # Messages are merged by joining their bytes.
+    pieces = [field.SerializeToString() for field in fields]
+    submit = caller.channel.unary_unary("/together_post_training.v1.TrainerService/Forward")
+    operations = []
+    for order in (pieces, pieces[::-1]):
+        data = b"".join(order)
+        assert len(data) < 128, "its length is one byte"
+        message = head + bytes([4 << 3 | 2, len(data)]) + data
+        operations.append(pb.Operation.FromString(submit(message)))
+    assert operations[0].name == operations[1].name
+    assert caller.wait(operations[0]).state == pb.OPERATION_STATE_SUCCEEDED
+
+
+def test_request_of_another_kind_with_the_same_number_and_fields_is_refused(caller: Caller):
+    run = caller.session()
+    fields = {"session": run.id, "sequence": 1, "loss": cross_entropy()}
+    samples = [sample([3, 4, 9])]
+    caller.trainer.Forward(t.ForwardRequest(samples=samples, **fields))
+    request = t.ForwardBackwardRequest(samples=samples, **fields)
+    assert refusal(caller.trainer.ForwardBackward, request).reason == "SEQUENCE_REUSED"
 
 
 def test_cancel_keeps_only_the_beginning_of_a_long_cause(caller: Caller):
