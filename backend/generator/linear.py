@@ -20,6 +20,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
     if num_rows == 1:
         if torch.get_num_threads() > 1:
+            # Here MKL would wake its threads for each product, which costs more than is won.
             return F.linear(x_TI, weight_OI, bias_O)
         # Two rows, because MKL's product of a matrix and a vector is as slow as F.linear.
         x_TI = torch.cat((x_TI, x_TI))
