@@ -30,31 +30,34 @@ def alignment_report(
     sampling logprobs are less than half as far from them one position to the left or right as in
     place. 0 for samples of the policy itself or of one near it.
     """
-    flat = [i for i, s in enumerate(samples) if s.inputs["target_tokens"].ndim == 1]
-    report = {
-        "alignment_shifted_targets:sum": float(sum(_num_shifted(samples[i]) for i in flat)),
-    }
+    num_shifted_targets = num_shifted_logprobs = 0
+    for i, sample in enumerate(samples):
+        if sample.inputs["target_tokens"].ndim != 1:
+            continue
+        counts = _counts(sample)
+        num_shifted_targets += _num_shifted(sample, counts)
+        if logprobs is not None:
+            num_shifted_logprobs += _fits_better_elsewhere(sample, counts, logprobs[i])
+    report = {"alignment_shifted_targets:sum": float(num_shifted_targets)}
     if logprobs is not None:
-        shifted = (_fits_better_elsewhere(samples[i], logprobs[i]) for i in flat)
-        report["alignment_shifted_logprobs:sum"] = float(sum(shifted))
+        report["alignment_shifted_logprobs:sum"] = float(num_shifted_logprobs)
     return report
 
 
-def _num_shifted(sample: Sample) -> int:
+def _num_shifted(sample: Sample, counts: Array) -> int:
     is_shifted = sample.inputs["target_tokens"][:-1] != sample.tokens[1:]
-    return int(np.sum(is_shifted & _counts(sample)[:-1]))
+    return int(np.count_nonzero(is_shifted & counts[:-1]))
 
 
-def _fits_better_elsewhere(sample: Sample, current: Array) -> bool:
+def _fits_better_elsewhere(sample: Sample, counts: Array, current: Array) -> bool:
     sampling = sample.inputs.get("logprobs")
     if sampling is None:
         return False
-    counts = _counts(sample)
     inner = counts[:-2] & counts[1:-1] & counts[2:]
-    if inner.sum() < _ENOUGH:
+    if np.count_nonzero(inner) < _ENOUGH:
         return False
     left, here, right = (
-        float(np.mean(np.abs(current[1:-1] - moved)[inner]))
+        float(np.abs(current[1:-1] - moved).sum(where=inner))
         for moved in (sampling[:-2], sampling[1:-1], sampling[2:])
     )
     return min(left, right) < here / 2
@@ -62,8 +65,5 @@ def _fits_better_elsewhere(sample: Sample, current: Array) -> bool:
 
 def _counts(sample: Sample) -> Array:
     """Where neither a weight nor an advantage makes the position's loss zero."""
-    counts = np.ones(sample.num_tokens, bool)
-    for key in ("weights", "advantages"):
-        if key in sample.inputs:
-            counts &= sample.inputs[key] != 0
-    return counts
+    given = [sample.inputs[key] != 0 for key in ("weights", "advantages") if key in sample.inputs]
+    return np.logical_and.reduce(given) if given else np.ones(sample.num_tokens, bool)

@@ -104,6 +104,9 @@ def check_tokens(tokens: Array, limits: Limits, *, what: str) -> None:
     """Raises EMPTY_INPUT or TOKEN_OUT_OF_RANGE."""
     if not tokens.size:
         raise fail(Reason.EMPTY_INPUT, f"{what} is empty: it needs at least one token.", what=what)
+    # In one look: as unsigned numbers, negative ids are larger than any vocabulary.
+    if tokens.dtype == np.int64 and tokens.view(np.uint64).max() < limits.vocab_size:
+        return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
@@ -209,8 +212,10 @@ def _as_float(index: int, key: str, values: Array) -> Array:
             key=key,
             dtype=values.dtype,
         )
-    with np.errstate(over="ignore"):  # what becomes infinite is refused below
-        floats = values.astype(np.float32, copy=False)
+    floats = values
+    if values.dtype != np.float32:
+        with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            floats = values.astype(np.float32)
     if not np.isfinite(floats).all():
         where = int(np.flatnonzero(~np.isfinite(floats.ravel()))[0])
         raise fail(

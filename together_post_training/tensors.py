@@ -64,11 +64,13 @@ def decode(tensor: pb.Tensor, *, what: str = "tensor") -> np.ndarray:
         return _densify(tensor, flat, what)
     if not tensor.HasField("shape"):
         return flat
-    dims = tuple(tensor.shape.dims)
+    dims = tensor.shape.dims[:]
+    if dims == [flat.size]:
+        return flat
     if any(d < 0 for d in dims) or math.prod(dims) != flat.size:
         raise fail(
             Reason.INVALID_ARGUMENT,
-            f"{what}: shape {list(dims)} needs {math.prod(dims)} values, got {flat.size}.",
+            f"{what}: shape {dims} needs {math.prod(dims)} values, got {flat.size}.",
             what=what,
         )
     return flat.reshape(dims)
@@ -100,13 +102,14 @@ def _from_raw(tensor: pb.Tensor, what: str) -> np.ndarray:
             f"{_dtype_name(tensor)}.",
             what=what,
         )
-    if len(tensor.raw) % dtype.itemsize:
+    raw = tensor.raw  # Once: each look at it is a copy.
+    if len(raw) % dtype.itemsize:
         raise fail(
             Reason.INVALID_ARGUMENT,
-            f"{what}: {len(tensor.raw)} bytes are not whole {dtype.name} values.",
+            f"{what}: {len(raw)} bytes are not whole {dtype.name} values.",
             what=what,
         )
-    return np.frombuffer(tensor.raw, dtype=dtype)
+    return np.frombuffer(raw, dtype)
 
 
 def _from_ints(tensor: pb.Tensor, what: str) -> np.ndarray:

@@ -147,14 +147,13 @@ def check_base_model(loaded: LoadedCheckpoint, base_model: str) -> None:
 
 def _run_pass(trainer: Trainer, work: Pass) -> pb.Operation:
     result = trainer.run(work)
-    outputs = [
-        pb.LossFnOutput(tensors={"logprobs": tensors.encode(logprobs)})
-        for logprobs in result.logprobs
-    ]
-    metrics = {**result.metrics, **alignment_report(work.samples, result.logprobs)}
-    return pb.Operation(
-        forward_backward=pb.ForwardBackwardResult(loss_fn_outputs=outputs, metrics=metrics)
-    )
+    operation = pb.Operation()
+    shown = operation.forward_backward
+    for logprobs in result.logprobs:
+        tensors.encode_into(shown.loss_fn_outputs.add().tensors["logprobs"], logprobs)
+    shown.metrics.update(result.metrics)
+    shown.metrics.update(alignment_report(work.samples, result.logprobs))
+    return operation
 
 
 def _step(trainer: Trainer, session: str, params: AdamParams) -> dict[str, float] | None:

@@ -21,38 +21,40 @@ def tokens(model_input: data_pb2.ModelInput, what: str) -> Array:
     chunks = [
         _chunk_tokens(chunk, f"{what}, chunk {i}") for i, chunk in enumerate(model_input.chunks)
     ]
-    if not chunks:
-        return np.zeros(0, np.int64)
-    return np.concatenate(chunks).astype(np.int64)
+    if len(chunks) == 1:
+        return chunks[0].astype(np.int64)
+    return np.concatenate(chunks or [np.zeros(0)]).astype(np.int64)
 
 
 def _chunk_tokens(chunk: data_pb2.Chunk, what: str) -> Array:
-    if chunk.HasField("image"):
+    kind = chunk.WhichOneof("chunk")
+    if kind == "image":
         raise fail(
             Reason.UNSUPPORTED_INPUT,
             f"{what} is an image: this model reads text only. Send tokens (encoded_text).",
             what=what,
         )
-    if not chunk.HasField("encoded_text"):
+    if kind != "encoded_text":
         raise fail(
             Reason.INVALID_ARGUMENT,
             f"{what} is empty or of a kind that this server does not know: set encoded_text.",
             what=what,
         )
     text = chunk.encoded_text
-    if text.raw and text.tokens:
+    raw = text.raw  # Once: each look at it is a copy.
+    if raw and text.tokens:
         raise fail(
             Reason.INVALID_ARGUMENT,
             f"{what} has both raw and tokens: set one of them.",
             what=what,
         )
-    if len(text.raw) % _TOKEN.itemsize:
+    if len(raw) % _TOKEN.itemsize:
         raise fail(
             Reason.INVALID_ARGUMENT,
-            f"{what}: {len(text.raw)} raw bytes are not whole int32 tokens.",
+            f"{what}: {len(raw)} raw bytes are not whole int32 tokens.",
             what=what,
         )
-    return np.frombuffer(text.raw, _TOKEN) if text.raw else np.asarray(text.tokens, _TOKEN)
+    return np.frombuffer(raw, _TOKEN) if raw else np.asarray(text.tokens, _TOKEN)
 
 
 def sample(message: data_pb2.Sample, index: int) -> Sample:
@@ -63,14 +65,14 @@ def sample(message: data_pb2.Sample, index: int) -> Sample:
             f"Sample {index}: routed_experts_key: this server does not replay MoE routing yet. Leave it out.",
             sample=index,
         )
+    fields = message.loss_fn_inputs
     decoded = Sample(
         tokens=tokens(message.model_input, f"Sample {index}: model_input"),
-        inputs={
-            key: tensors.decode(tensor, what=f"Sample {index}: {key}")
-            for key, tensor in message.loss_fn_inputs.items()
-        },
+        # Not items(): protobuf's is written in Python.
+        inputs={key: tensors.decode(fields[key], what=f"Sample {index}: {key}") for key in fields},
     )
-    _check_spans(message, decoded, index)
+    if message.model_input_spans or message.loss_fn_input_spans:
+        _check_spans(message, decoded, index)
     return decoded
 
 
