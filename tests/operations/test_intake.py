@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.operations.executor import stopped
+from backend.operations.intake import _canonical
 from backend.operations.memory_journal import MemoryJournal
 from tests.operations.bench import Bench, bench, good, overflowing, run, sample, step
 from together_post_training.errors import PostTrainingError, Reason, fail
+from together_post_training.v1 import data_pb2
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
 
@@ -52,6 +54,22 @@ def test_intake_refuses_a_number_that_was_used_for_other_bytes_and_goes_on():
         assert (await made.ended(2)).state == pb.OPERATION_STATE_SUCCEEDED
 
     run(test)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 16, 40])
+def test_request_in_canonical_pieces_is_the_request(num_samples: int):
+    samples = [sample([n % 16, 1, 2], weights=[0.5, n]) for n in range(num_samples)]
+    gradients = [data_pb2.Tensor(raw=bytes([n]) * 4) for n in range(num_samples)]
+    requests = (
+        t.CustomForwardBackwardRequest(
+            session="s", sequence=7, num_chunks=0, samples=samples, gradients=gradients
+        ),
+        t.ForwardRequest(loss=data_pb2.LossConfig(type="ppo", params={"x": 1}), samples=samples),
+        t.SaveCheckpointRequest(name="a", user_metadata={"b": "c", "a": "d"}),
+    )
+    for request in requests:
+        pieces = list(_canonical(request))
+        assert type(request).FromString(b"".join(pieces)) == request
 
 
 def test_intake_answers_a_retry_that_overtakes_the_first_submission():
