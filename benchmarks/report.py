@@ -18,15 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 class Row:
     """One figure. `reference` and `ratio` are None where the goal is absolute.
 
-    at_least: a ratio of ours to the reference; at_most: ours itself, in `unit`.
+    at_least: a ratio of ours to the reference; at_most: ours itself, in `unit`; shown: no goal.
     """
 
     name: str
     unit: str
     ours: float
     reference: float | None = None
-    goal: float
-    kind: Literal["at_least", "at_most"]
+    goal: float = 0.0
+    kind: Literal["at_least", "at_most", "shown"]
 
     @property
     def ratio(self) -> float | None:
@@ -37,7 +37,7 @@ class Row:
         if self.kind == "at_least":
             assert self.ratio is not None
             return self.ratio >= self.goal
-        return self.ours <= self.goal
+        return self.kind == "shown" or self.ours <= self.goal
 
 
 def rate_in_turn(
@@ -87,5 +87,10 @@ def _line(row: Row) -> str:
     mark = "  " if row.is_met else "! "
     reference = "-" if row.reference is None else f"{row.reference:,.1f}"
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
-    goal = f">= {row.goal:g}x" if row.kind == "at_least" else f"<= {row.goal:g} {row.unit}"
+    goals = {
+        "at_least": f">= {row.goal:g}x",
+        "at_most": f"<= {row.goal:g} {row.unit}",
+        "shown": "-",
+    }
+    goal = goals[row.kind]
     return f"{mark}{row.name:<46}{row.ours:>12,.2f}{reference:>12}{ratio:>8}   {goal} ({row.unit})"
