@@ -62,4 +62,4 @@ class StopMatcher:
         self._num_read = len(self._recent)
         assert self._decode is not None
         self._read = self._decode(self._recent)
-        self._tail = seen[len(seen) - self._reach :] if self._reach else ""
+        self._tail = seen[-self._reach :] if self._reach else ""

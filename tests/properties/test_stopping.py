@@ -55,6 +55,8 @@ def num_taken(tokens: Sequence[int], stop: Stop, decode: Decode | None) -> int |
         (Stop(strings=("",)), None),
         (Stop(strings=("", "g")), 3),
         (Stop(strings=("gf",)), None),
+        (Stop(strings=("efghijk",)), 7),
+        (Stop(strings=("hijkl", "zzzzzzzzzzzz")), 8),
     ],
 )
 def test_stops_end_a_sample_of_letters(stop, expected):
@@ -130,6 +132,19 @@ def test_matching_as_tokens_come_equals_matching_the_whole_text(tokens, strings,
             break
     stop = Stop(strings=tuple(strings), tokens=tuple(stop_tokens))
     assert num_taken(tokens, stop, decode) == expected
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 60))
+def test_any_part_of_the_text_stops_where_it_is_complete(data, num_tokens):
+    """Stops as long as the text itself, over tokens of a letter or two."""
+    pieces = [b"a", b"b", b"ab", b"ba", b"c"]
+    decode = byte_decoder(pieces)
+    tokens = data.draw(st.lists(st.integers(0, 4), min_size=num_tokens, max_size=num_tokens))
+    text = decode(tokens)
+    start = data.draw(st.integers(0, len(text) - 1))
+    string = text[start : data.draw(st.integers(start + 1, len(text)))]
+    expected = next(n for n in range(1, num_tokens + 1) if string in decode(tokens[:n]))
+    assert num_taken(tokens, Stop(strings=(string,)), decode) == expected
 
 
 def test_work_for_each_token_does_not_grow_with_the_text():
