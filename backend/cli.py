@@ -169,7 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="together-post-training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="show what is installed and what a script would get")
-    serve = commands.add_parser("serve", help="train and sample for clients")
+    serve = commands.add_parser(
+        "serve",
+        help="train and sample for clients",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     _add_what_to_serve(serve)
     _add_where_to_listen(serve)
     _add_how_to_end(serve)
@@ -183,7 +187,7 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         default=[],
         type=_model,
         metavar="NAME[=PATH]",
-        help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16, a directory, or a Hugging Face id that is in "
+        help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16 (16 tokens, exact), a directory, or a Hugging Face id that is in "
         "the local cache; may be repeated. With =PATH, clients call it NAME",
     )
     serve.add_argument(

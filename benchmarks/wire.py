@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,7 @@ from backend.trainer import bigram
 from backend.trainer.base import Pass, PassResult
 from benchmarks import report
 from together_post_training import tensors
+from together_post_training.client.loop import background_loop
 from together_post_training.v1 import data_pb2, operations_pb2, trainer_pb2, trainer_pb2_grpc
 
 NUM_SAMPLES = 1000
@@ -60,8 +62,10 @@ def seconds_across_the_wire(rounds: int) -> float:
             times = [await _timed(cross) for _ in range(rounds + 1)]
             return float(np.median(times[1:]))
 
+    seconds: Future[float] = Future()
     with _process(_decoder) as address:
-        return asyncio.run(measure(address))
+        background_loop().start(measure(address), seconds)
+        return seconds.result()
 
 
 def seconds_through_the_service(rounds: int) -> float:

@@ -103,7 +103,7 @@ class Holder:
         if running:
             is_ours = isinstance(self.connection.server, EmbeddedServer)
             print(
-                f"together-post-training: finishing {len(running)} operations that nobody waited for; "
+                f"together-post-training: operations that nobody waited for are being finished ({len(running)}); "
                 "Ctrl-C drops them",
                 file=sys.stderr,
             )

@@ -64,15 +64,19 @@ class CheckpointStore:
         optimizer: OptimizerState | None,
         *,
         overwrite: bool,
+        base_location: str = "",
     ) -> Manifest:
         """Writes it; `manifest` comes without files and is returned with them.
+
+        Args:
+            base_location: where PEFT finds the base model; empty: under its name.
 
         Raises:
             PostTrainingError: CHECKPOINT_EXISTS.
         """
         files = {
             WEIGHTS: peft_files.encode_adapter(adapter),
-            PEFT_CONFIG: peft_files.peft_config(adapter, manifest.base_model),
+            PEFT_CONFIG: peft_files.peft_config(adapter, base_location or manifest.base_model),
         }
         if optimizer is not None:
             files[OPTIMIZER] = peft_files.encode_optimizer(optimizer)

@@ -92,7 +92,12 @@ class TrainerActions:
         )
         manifest = self._manifest(session, work)
         await asyncio.to_thread(
-            self._checkpoints.save, manifest, adapter, optimizer, overwrite=work.overwrite
+            self._checkpoints.save,
+            manifest,
+            adapter,
+            optimizer,
+            overwrite=work.overwrite,
+            base_location=self._trainer.model.location,
         )
         return pb.Operation(
             save_checkpoint=pb.SaveCheckpointResult(

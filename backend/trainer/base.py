@@ -18,9 +18,13 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The base model. `eos_tokens` end a sample that asks for no other stop."""
+    """The base model. `eos_tokens` end a sample that asks for no other stop.
+
+    location: the directory that transformers loads it from; empty where it is no transformers model.
+    """
 
     name: str
+    location: str = ""
     architecture: str
     limits: Limits
     eos_tokens: tuple[int, ...] = ()

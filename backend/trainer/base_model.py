@@ -89,7 +89,7 @@ def load(name: str, path: str | None = None) -> BaseModel:
     check_supported(config)
     module = _load_module(source, directory)
     return BaseModel(
-        info=_describe(name, module),
+        info=_describe(name, directory, module),
         module=module,
         tokenizer_dir=directory if _has_tokenizer(directory) else None,
     )
@@ -198,11 +198,12 @@ def _check_complete(source: str, report: dict) -> None:
     )
 
 
-def _describe(name: str, module: PreTrainedModel) -> ModelInfo:
+def _describe(name: str, directory: Path, module: PreTrainedModel) -> ModelInfo:
     head = module.get_output_embeddings()
     assert head is not None, "a causal language model has an output head"
     return ModelInfo(
         name=name,
+        location=str(directory),
         architecture=type(module).__name__,
         limits=Limits(
             vocab_size=head.weight.shape[0],

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM
 
 import tinker_compat as tinker
 from benchmarks.server import serve
@@ -77,8 +76,8 @@ def test_forward_sampler_and_plain_peft_agree(
     path = trained.save_weights_for_sampler("agree").result().path
     saved = service.create_sampling_client(model_path=path).result()
     (adapter,) = store.rglob("agree/adapter_config.json")
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    plain = PeftModel.from_pretrained(base, adapter.parent)
+    plain = AutoPeftModelForCausalLM.from_pretrained(adapter.parent, dtype=torch.float32)
+    assert plain.peft_config["default"].base_model_name_or_path == str(directory)
     base_logprobs = forward(
         service.create_lora_training_client("rand", rank=1, seed=0).result(), SEQUENCES
     )

@@ -63,7 +63,8 @@ def split_serve(document: str) -> tuple[list[str], list[str]]:
     scripts = blocks(document, "sh")
     (serve,) = [script for script in scripts if script.startswith(SERVE)]
     others = [script for script in scripts if script != serve and not script.startswith("make ")]
-    return serve.removeprefix(SERVE).split(), others
+    arguments = serve.removeprefix(SERVE).replace('--store "$(mktemp -d)"', "")
+    return arguments.split(), others
 
 
 def test_recipes_of_the_wire_work_as_written(tmp_path: Path):
@@ -74,7 +75,7 @@ def test_recipes_of_the_wire_work_as_written(tmp_path: Path):
     assert re.search(r'"loss:sum": 4\.728', output)
     assert re.search(r"-0\.2427\d* +-0\.2427\d* +-4\.2427\d* +-0\.2427", output)
     assert '"reason": "UNKNOWN_LOSS"' in output
-    assert '"path": "tinker://by-hand/weights/first"' in output
+    assert '"path": "tinker://on-paper/weights/first"' in output
 
 
 def test_commands_of_the_readme_work_as_written(tmp_path: Path):
