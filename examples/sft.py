@@ -117,6 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
 
+    print(f"loading {args.model} (its weights are unpacked the first time) ...", flush=True)
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(
         base_model=args.model, rank=args.rank, seed=args.seed

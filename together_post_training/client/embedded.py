@@ -98,7 +98,7 @@ class EmbeddedServer:
             raise ConnectionLostError(self._ended("The embedded server did not start", _NEEDS))
         print(
             f"together-post-training: no address configured; embedded server {self._announcement(target)}, "
-            f"log {self._log}",
+            f"log {self._log} (kept if it fails)",
             file=sys.stderr,
             flush=True,
         )
