@@ -187,8 +187,8 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         default=[],
         type=_model,
         metavar="NAME[=PATH]",
-        help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16 (16 tokens, exact), a directory, or a Hugging Face id that is in "
-        "the local cache; may be repeated. With =PATH, clients call it NAME",
+        help="builtin:tiny, builtin:smollm2-135m, builtin:bigram16 (16 tokens, exact), a directory, or a Hugging Face "
+        "id that is in the local cache; may be repeated. With =PATH, clients call it NAME",
     )
     serve.add_argument(
         "--load-on-demand",
