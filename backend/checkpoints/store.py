@@ -32,12 +32,11 @@ PIECE_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """optimizer: present if asked for. weights_file: the bytes of adapter_model.safetensors."""
+    """optimizer: present if asked for."""
 
     manifest: Manifest
     adapter: Adapter
     optimizer: OptimizerState | None
-    weights_file: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,6 @@ class CheckpointStore:
             optimizer=None
             if moments is None
             else _decode(manifest, OPTIMIZER, lambda: peft_files.decode_optimizer(moments)),
-            weights_file=weights,
         )
 
     def pieces(self, path: CheckpointPath) -> Generator[Piece, None, None]:

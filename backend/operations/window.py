@@ -50,10 +50,6 @@ class GradientWindow:
         self._has_chunks = False
         self._drop = False
 
-    @property
-    def is_void(self) -> bool:
-        return bool(self._failures)
-
     def enter(self, seen_through: int) -> Entry:
         """Called before a forward_backward or an optim_step of this window.
 
