@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from backend.operations.work import CheckpointKind
-from backend.trainer.base import LoraConfig
+from backend.trainer.base import ADAMW, FullConfig, LoraConfig, OptimizerConfig, WeightsConfig
 from together_post_training.names import CheckpointFolder, CheckpointPath
 
 FORMAT_VERSION = 1
@@ -37,11 +37,12 @@ class Manifest:
     name: str
     kind: CheckpointKind
     base_model: str
-    lora: LoraConfig
+    weights: WeightsConfig
     policy_version: int
     create_time_s: float
     expire_time_s: float | None
     user_metadata: Mapping[str, str]
+    optimizer: OptimizerConfig = ADAMW
     files: tuple[FileEntry, ...] = field(default=())
 
     @property
@@ -64,6 +65,8 @@ class Manifest:
 
     def to_json(self) -> bytes:
         content = {"format_version": FORMAT_VERSION, "path": str(self.path), **asdict(self)}
+        weights = content.pop("weights")
+        content["lora"] = weights if isinstance(self.weights, LoraConfig) else None
         return (json.dumps(content, indent=2) + "\n").encode()
 
     @staticmethod
@@ -73,6 +76,13 @@ class Manifest:
         if content.pop("format_version") != FORMAT_VERSION:
             raise ValueError("unknown format_version")
         content.pop("path")
-        content["lora"] = LoraConfig(**content["lora"])
+        lora = content.pop("lora")
+        content["weights"] = FullConfig() if lora is None else _lora(lora)
+        content["optimizer"] = OptimizerConfig(**content.get("optimizer", {}))
         content["files"] = tuple(FileEntry(**file) for file in content["files"])
         return Manifest(**content)
+
+
+def _lora(content: dict) -> LoraConfig:
+    names = tuple(content.pop("target_modules", ()))
+    return LoraConfig(**content, target_modules=names)

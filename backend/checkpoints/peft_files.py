@@ -30,22 +30,29 @@ def decode_adapter(data: bytes, lora: LoraConfig) -> Adapter:
 
 
 def encode_optimizer(state: OptimizerState) -> bytes:
-    """Keys `exp_avg.{tensor}` and `exp_avg_sq.{tensor}`; the number of steps as metadata."""
-    tensors = {f"exp_avg.{name}": t for name, t in state.exp_avg.items()}
-    tensors |= {f"exp_avg_sq.{name}": t for name, t in state.exp_avg_sq.items()}
-    return save(_contiguous(tensors), metadata={"num_steps": str(state.num_steps)})
+    """Keys `{moment}.{tensor}`, such as `exp_avg.lm_head.weight`; family and number of steps as metadata."""
+    tensors = {
+        f"{moment}.{name}": tensor
+        for moment, by_name in state.moments.items()
+        for name, tensor in by_name.items()
+    }
+    metadata = {"num_steps": str(state.num_steps), "family": state.family}
+    return save(_contiguous(tensors), metadata=metadata)
 
 
 def decode_optimizer(data: bytes) -> OptimizerState:
     """Raises ValueError for what `encode_optimizer` did not write."""
     tensors = _load_float32(data)
-    num_steps = _metadata(data).get("num_steps")
+    metadata = _metadata(data)
+    num_steps = metadata.get("num_steps")
     if num_steps is None or not num_steps.isdecimal():
         raise ValueError("it lacks num_steps")
+    moments: dict[str, dict[str, Array]] = {}
+    for key, tensor in tensors.items():
+        moment, _, name = key.partition(".")
+        moments.setdefault(moment, {})[name] = tensor
     return OptimizerState(
-        num_steps=int(num_steps),
-        exp_avg=_with_prefix(tensors, "exp_avg."),
-        exp_avg_sq=_with_prefix(tensors, "exp_avg_sq."),
+        family=metadata.get("family", "adamw"), num_steps=int(num_steps), moments=moments
     )
 
 
@@ -103,7 +110,3 @@ def _metadata(data: bytes) -> dict[str, str]:
     """Of a file that `load` has accepted. (safetensors reads it only from paths.)"""
     (length,) = struct.unpack("<Q", data[:8])
     return json.loads(data[8 : 8 + length]).get("__metadata__", {})
-
-
-def _with_prefix(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}

@@ -21,7 +21,7 @@ from backend.checkpoints.manifest import (
     FileEntry,
     Manifest,
 )
-from backend.trainer.base import Adapter, OptimizerState
+from backend.trainer.base import Adapter, LoraConfig, OptimizerState, Weights
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
 
@@ -35,7 +35,7 @@ class LoadedCheckpoint:
     """optimizer: present if asked for."""
 
     manifest: Manifest
-    adapter: Adapter
+    weights: Weights
     optimizer: OptimizerState | None
 
 
@@ -59,7 +59,7 @@ class CheckpointStore:
     def save(
         self,
         manifest: Manifest,
-        adapter: Adapter,
+        weights: Weights,
         optimizer: OptimizerState | None,
         *,
         overwrite: bool,
@@ -73,9 +73,11 @@ class CheckpointStore:
         Raises:
             PostTrainingError: CHECKPOINT_EXISTS.
         """
+        if not isinstance(weights, Adapter):
+            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be saved yet.")
         files = {
-            WEIGHTS: peft_files.encode_adapter(adapter),
-            PEFT_CONFIG: peft_files.peft_config(adapter, base_location or manifest.base_model),
+            WEIGHTS: peft_files.encode_adapter(weights),
+            PEFT_CONFIG: peft_files.peft_config(weights, base_location or manifest.base_model),
         }
         if optimizer is not None:
             files[OPTIMIZER] = peft_files.encode_optimizer(optimizer)
@@ -134,8 +136,8 @@ class CheckpointStore:
             moments = _read_verified(manifest, version, OPTIMIZER) if optimizer else None
         return LoadedCheckpoint(
             manifest=manifest,
-            adapter=_decode(
-                manifest, WEIGHTS, lambda: peft_files.decode_adapter(weights, manifest.lora)
+            weights=_decode(
+                manifest, WEIGHTS, lambda: peft_files.decode_adapter(weights, _lora_of(manifest))
             ),
             optimizer=None
             if moments is None
@@ -283,3 +285,9 @@ def _damaged(manifest: Manifest, name: str, what: str) -> PostTrainingError:
         path=manifest.path,
         file=name,
     )
+
+
+def _lora_of(manifest: Manifest) -> LoraConfig:
+    if not isinstance(manifest.weights, LoraConfig):
+        raise fail(Reason.UNIMPLEMENTED, "Checkpoints of full weights cannot be read yet.")
+    return manifest.weights

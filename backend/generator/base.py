@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from backend.trainer.base import Adapter, ModelInfo
+from backend.trainer.base import ModelInfo, Weights
 
 Array = np.ndarray
 
@@ -82,8 +82,8 @@ class Generator(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def add_snapshot(self, snapshot: str, adapter: Adapter) -> None:
-        """Makes an adapter available under a name that was never used before."""
+    def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+        """Makes weights available under a name that was never used before."""
         ...
 
     def drop_snapshot(self, snapshot: str) -> None:

@@ -14,7 +14,7 @@ from backend.generator.self_check import check_equals_transformers
 from backend.generator.sequences import Job
 from backend.generator.stepper import Stepper
 from backend.generator.text import load_decoder
-from backend.trainer.base import Adapter, ModelInfo
+from backend.trainer.base import Adapter, ModelInfo, Weights
 from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import check_tokens
@@ -63,7 +63,8 @@ class EmbeddedGenerator:
     def model(self) -> ModelInfo:
         return self._model
 
-    def add_snapshot(self, snapshot: str, adapter: Adapter) -> None:
+    def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+        adapter = _adapter(weights)
         assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
         self._snapshots[snapshot] = snapshot_weights(adapter, self._layers)
 
@@ -120,3 +121,9 @@ def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
             f"give at least {window * per_token}, for one window"
         )
     return cache_bytes // per_token
+
+
+def _adapter(weights: Weights) -> Adapter:
+    if not isinstance(weights, Adapter):
+        raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be sampled yet.")
+    return weights

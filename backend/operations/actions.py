@@ -17,7 +17,7 @@ from backend.operations.work import (
     SaveCheckpointWork,
     WeightsSyncWork,
 )
-from backend.trainer.base import AdamParams, Adapter, OptimizerState, Pass, Trainer
+from backend.trainer.base import OptimizerState, OptimParams, Pass, Trainer, Weights
 from together_post_training import tensors
 from together_post_training.alignment import alignment_report
 from together_post_training.errors import Reason, fail
@@ -26,8 +26,8 @@ from together_post_training.v1 import operations_pb2 as pb
 
 
 class Publisher(Protocol):
-    async def publish(self, session: Session, sequence: int, adapter: Adapter) -> str:
-        """Makes an adapter sampleable and returns the snapshot's name."""
+    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
+        """Makes weights sampleable and returns the snapshot's name."""
         ...
 
 
@@ -67,15 +67,15 @@ class TrainerActions:
             case None:
                 raise AssertionError(f"{operation.header.name} was not decoded")
 
-    async def _optim_step(self, session: Session, params: AdamParams) -> pb.Operation:
+    async def _optim_step(self, session: Session, params: OptimParams) -> pb.Operation:
         metrics = await self._thread.call(_step, self._trainer, session.id, params)
         version = session.policy_version + (metrics is not None)
         shown = {"empty_window:max": 1.0} if metrics is None else metrics
         return pb.Operation(optim_step=pb.OptimStepResult(policy_version=version, metrics=shown))
 
     async def _weights_sync(self, session: Session, sequence: int) -> pb.Operation:
-        adapter = await self._thread.call(self._trainer.adapter, session.id)
-        snapshot = await self._publisher.publish(session, sequence, adapter)
+        weights = await self._thread.call(self._trainer.weights, session.id)
+        snapshot = await self._publisher.publish(session, sequence, weights)
         return pb.Operation(
             weights_sync=pb.WeightsSyncResult(
                 snapshot=snapshot, policy_version=session.policy_version
@@ -87,14 +87,14 @@ class TrainerActions:
         if not work.overwrite:
             await asyncio.to_thread(self._checkpoints.check_free, path)
         with_optimizer = work.kind == "training"
-        adapter, optimizer = await self._thread.call(
+        weights, optimizer = await self._thread.call(
             _copy_state, self._trainer, session.id, with_optimizer
         )
         manifest = self._manifest(session, work)
         await asyncio.to_thread(
             self._checkpoints.save,
             manifest,
-            adapter,
+            weights,
             optimizer,
             overwrite=work.overwrite,
             base_location=self._trainer.model.location,
@@ -112,7 +112,8 @@ class TrainerActions:
             name=work.name,
             kind=work.kind,
             base_model=session.shown.base_model,
-            lora=session.lora,
+            weights=session.weights,
+            optimizer=session.optimizer,
             policy_version=session.policy_version,
             create_time_s=now,
             expire_time_s=None if work.ttl_s is None else now + work.ttl_s,
@@ -124,7 +125,7 @@ class TrainerActions:
             self._checkpoints.load, work.path, optimizer=work.optimizer
         )
         check_base_model(loaded, session.shown.base_model)
-        await self._thread.call(self._trainer.load, session.id, loaded.adapter, loaded.optimizer)
+        await self._thread.call(self._trainer.load, session.id, loaded.weights, loaded.optimizer)
         return pb.Operation(
             load_checkpoint=pb.LoadCheckpointResult(
                 path=str(work.path), policy_version=policy_version_after(loaded)
@@ -161,7 +162,7 @@ def _run_pass(trainer: Trainer, work: Pass) -> pb.Operation:
     return operation
 
 
-def _step(trainer: Trainer, session: str, params: AdamParams) -> dict[str, float] | None:
+def _step(trainer: Trainer, session: str, params: OptimParams) -> dict[str, float] | None:
     """None: there was nothing to step from."""
     if not trainer.has_gradients(session):
         return None
@@ -170,6 +171,6 @@ def _step(trainer: Trainer, session: str, params: AdamParams) -> dict[str, float
 
 def _copy_state(
     trainer: Trainer, session: str, with_optimizer: bool
-) -> tuple[Adapter, OptimizerState | None]:
+) -> tuple[Weights, OptimizerState | None]:
     optimizer = trainer.optimizer_state(session) if with_optimizer else None
-    return trainer.adapter(session), optimizer
+    return trainer.weights(session), optimizer

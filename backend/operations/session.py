@@ -9,7 +9,7 @@ from backend.operations.ended import timestamp
 from backend.operations.sequencer import Sequencer
 from backend.operations.window import GradientWindow
 from backend.operations.work import Work
-from backend.trainer.base import LoraConfig
+from backend.trainer.base import ADAMW, OptimizerConfig, WeightsConfig
 from together_post_training.errors import PostTrainingError
 from together_post_training.names import operation_name
 from together_post_training.v1 import operations_pb2 as pb
@@ -27,10 +27,11 @@ class Session:
     """
 
     shown: sessions_pb2.Session
-    lora: LoraConfig
+    weights: WeightsConfig
     sequencer: Sequencer
     policy_version: int
     last_request_time: float
+    optimizer: OptimizerConfig = ADAMW
     window: GradientWindow = field(default_factory=GradientWindow)
     held: dict[int, Operation] = field(default_factory=dict)
     is_running: bool = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from backend.trainer.base import AdamParams, Pass
+from backend.trainer.base import OptimParams, Pass
 from together_post_training.names import CheckpointPath
 
 CheckpointKind = Literal["training", "inference"]
@@ -25,7 +25,7 @@ class PassWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepWork:
-    params: AdamParams
+    params: OptimParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from backend.checkpoints import peft_files
 from backend.generator.base import Generator
 from backend.store import write_whole
-from backend.trainer.base import Adapter, LoraConfig
+from backend.trainer.base import Adapter, LoraConfig, Weights
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class _Resident:
     """engine_name: a generator's names are used once, so each stay in memory has its own."""
 
-    adapter: Adapter
+    weights: Weights
     engine_name: str
     num_users: int = 0
 
@@ -48,10 +48,10 @@ class Residency:
     def has(self, name: str) -> bool:
         return name in self._resident or name in self._spilled
 
-    def add(self, name: str, adapter: Adapter) -> None:
+    def add(self, name: str, weights: Weights) -> None:
         """Makes a new snapshot sampleable."""
         assert not self.has(name), f"snapshot {name!r} exists"
-        self._enter(name, adapter)
+        self._enter(name, weights)
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[str]:
@@ -66,11 +66,11 @@ class Residency:
         finally:
             resident.num_users -= 1
 
-    def _enter(self, name: str, adapter: Adapter) -> None:
+    def _enter(self, name: str, weights: Weights) -> None:
         self._num_stays += 1
         engine_name = f"{name}#{self._num_stays}"
-        self._generator.add_snapshot(engine_name, adapter)
-        self._resident[name] = _Resident(adapter=adapter, engine_name=engine_name)
+        self._generator.add_snapshot(engine_name, weights)
+        self._resident[name] = _Resident(weights=weights, engine_name=engine_name)
         if len(self._resident) > self._max_resident and self._spilling is None:
             self._spilling = asyncio.create_task(self._spill_surplus(), name="spill snapshots")
 
@@ -92,8 +92,8 @@ class Residency:
     async def _spill(self, name: str) -> None:
         resident = self._resident[name]
         if name not in self._spilled:
-            await asyncio.to_thread(_write, self._path(name), resident.adapter)
-            self._spilled[name] = resident.adapter.lora
+            await asyncio.to_thread(_write, self._path(name), resident.weights)
+            self._spilled[name] = _lora(resident.weights)
         if resident.num_users:
             return
         del self._resident[name]
@@ -108,8 +108,8 @@ class Residency:
 
     async def _load_once(self, name: str) -> None:
         try:
-            adapter = await asyncio.to_thread(_read, self._path(name), self._spilled[name])
-            self._enter(name, adapter)
+            weights = await asyncio.to_thread(_read, self._path(name), self._spilled[name])
+            self._enter(name, weights)
         finally:
             del self._loading[name]
 
@@ -117,9 +117,15 @@ class Residency:
         return self._directory / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
 
 
-def _write(path: Path, adapter: Adapter) -> None:
-    write_whole(path, peft_files.encode_adapter(adapter), sync=False)
+def _write(path: Path, weights: Weights) -> None:
+    assert isinstance(weights, Adapter)
+    write_whole(path, peft_files.encode_adapter(weights), sync=False)
 
 
 def _read(path: Path, lora: LoraConfig) -> Adapter:
     return peft_files.decode_adapter(path.read_bytes(), lora)
+
+
+def _lora(weights: Weights) -> LoraConfig:
+    assert isinstance(weights, Adapter)
+    return weights.lora

@@ -16,10 +16,10 @@ from backend.operations.intake import Intake
 from backend.operations.journal import Journal, SessionEntry
 from backend.operations.sequencer import Sequencer
 from backend.operations.session import Session
-from backend.resources.new_session import NewSession, lora_message
+from backend.resources.new_session import NewSession, fill_configuration
 from backend.resources.resource import Resource, resource_id
 from backend.resources.resources import Resources
-from backend.trainer.base import LoraConfig, Trainer
+from backend.trainer.base import ADAMW, LoraConfig, OptimizerConfig, Trainer, WeightsConfig
 from backend.trainer.checks import check_lora
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import operations_pb2
@@ -174,17 +174,20 @@ class Sessions:
             loaded = await self._load(new)
             base_model = new.base_model if loaded is None else loaded.manifest.base_model
             resource = await self._resources.get(base_model)
-            lora = _lora(new, loaded)
-            check_lora(lora, resource.model)
-            await resource.thread.call(_create, resource.trainer, session_id, lora, loaded)
-            session = self._new(session_id, new, resource, lora, loaded)
+            weights, optimizer = _configuration(new, loaded)
+            if isinstance(weights, LoraConfig):
+                check_lora(weights, resource.model)
+            await resource.thread.call(
+                _create, resource.trainer, session_id, weights, optimizer, loaded
+            )
+            session = self._new(session_id, new, resource, weights, optimizer, loaded)
             await self._keep(resource, session, digest)
         finally:
             del self._creating[session_id]
         self._running[session_id] = session
         self._digests[session_id] = digest
         resource.num_sessions += 1
-        log.info("session %s started on %r, rank %d", session_id, base_model, lora.rank)
+        log.info("session %s started on %r: %s", session_id, base_model, _described(weights))
         return session
 
     async def _load(self, new: NewSession) -> LoadedCheckpoint | None:
@@ -209,7 +212,8 @@ class Sessions:
         session_id: str,
         new: NewSession,
         resource: Resource,
-        lora: LoraConfig,
+        weights: WeightsConfig,
+        optimizer: OptimizerConfig,
         loaded: LoadedCheckpoint | None,
     ) -> Session:
         now = self._clock()
@@ -217,15 +221,16 @@ class Sessions:
             id=session_id,
             base_model=resource.name,
             model_resource=resource_id(resource.name),
-            lora=lora_message(lora),
             create_time=timestamp(now),
             user_metadata=new.user_metadata,
             resumed_from="" if new.resume_from is None else str(new.resume_from),
             display_name=new.display_name,
         )
+        fill_configuration(shown, weights, optimizer)
         return Session(
             shown=shown,
-            lora=lora,
+            weights=weights,
+            optimizer=optimizer,
             sequencer=Sequencer(
                 max_held=self._limits.max_held,
                 gap_timeout_s=self._limits.gap_timeout_s,
@@ -267,23 +272,37 @@ class Sessions:
 
 
 def _create(
-    trainer: Trainer, session_id: str, lora: LoraConfig, loaded: LoadedCheckpoint | None
+    trainer: Trainer,
+    session_id: str,
+    weights: WeightsConfig,
+    optimizer: OptimizerConfig,
+    loaded: LoadedCheckpoint | None,
 ) -> None:
     """On the trainer's thread; leaves nothing behind when it fails."""
-    trainer.create_session(session_id, lora)
+    trainer.create_session(session_id, weights, optimizer)
     if loaded is None:
         return
     try:
-        trainer.load(session_id, loaded.adapter, loaded.optimizer)
+        trainer.load(session_id, loaded.weights, loaded.optimizer)
     except BaseException:
         trainer.delete_session(session_id)
         raise
 
 
-def _lora(new: NewSession, loaded: LoadedCheckpoint | None) -> LoraConfig:
-    lora = new.lora if loaded is None else loaded.manifest.lora
-    assert lora is not None, "a session without a checkpoint has a LoRA configuration"
-    return lora
+def _configuration(
+    new: NewSession, loaded: LoadedCheckpoint | None
+) -> tuple[WeightsConfig, OptimizerConfig]:
+    """With the checkpoint's optimiser state goes its optimiser; without, a new one may be chosen."""
+    if loaded is None:
+        assert new.weights is not None, "a session without a checkpoint says what it trains"
+        return new.weights, new.optimizer or ADAMW
+    if loaded.optimizer is not None:
+        return loaded.manifest.weights, loaded.manifest.optimizer
+    return loaded.manifest.weights, new.optimizer or ADAMW
+
+
+def _described(weights: WeightsConfig) -> str:
+    return f"LoRA of rank {weights.rank}" if isinstance(weights, LoraConfig) else "full weights"
 
 
 def _exists(session_id: str) -> PostTrainingError:

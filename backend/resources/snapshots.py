@@ -22,7 +22,7 @@ from backend.operations.journal import Journal
 from backend.operations.session import Session
 from backend.resources.resource import Resource
 from backend.resources.resources import Resources
-from backend.trainer.base import Adapter
+from backend.trainer.base import Weights
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath, parse_checkpoint_path
 from together_post_training.v1.generator_pb2 import Snapshot
@@ -57,7 +57,7 @@ class Snapshots:
             )
         return record
 
-    async def publish(self, session: Session, sequence: int, adapter: Adapter) -> str:
+    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
         """See `backend.operations.actions.Publisher`."""
         record = Snapshot(
             name=f"snapshots/session:{session.id}:{sequence}",
@@ -66,7 +66,7 @@ class Snapshots:
             policy_version=session.policy_version,
         )
         resource = await self._resources.get(record.base_model)
-        resource.residency.add(record.name, adapter)
+        resource.residency.add(record.name, weights)
         await self._keep(record)
         return record.name
 
@@ -87,7 +87,7 @@ class Snapshots:
                 # It may have been overwritten in between.
                 manifest = loaded.manifest
                 await _check_fits(resource, loaded)
-                resource.residency.add(_checkpoint_name(manifest), loaded.adapter)
+                resource.residency.add(_checkpoint_name(manifest), loaded.weights)
             return await self._keep_opened(manifest)
 
     async def _keep_opened(self, manifest: Manifest) -> Snapshot:
@@ -135,9 +135,9 @@ async def _check_fits(resource: Resource, loaded: LoadedCheckpoint) -> None:
     trial = f"trial of {loaded.manifest.path}"
 
     def check() -> None:
-        resource.trainer.create_session(trial, loaded.manifest.lora)
+        resource.trainer.create_session(trial, loaded.manifest.weights)
         try:
-            resource.trainer.load(trial, loaded.adapter, None)
+            resource.trainer.load(trial, loaded.weights, None)
         finally:
             resource.trainer.delete_session(trial)
 

@@ -9,7 +9,7 @@ import grpc.aio
 from backend.checkpoints.manifest import Manifest
 from backend.checkpoints.store import CheckpointStore
 from backend.operations.ended import timestamp
-from backend.resources.new_session import lora_message
+from backend.resources.new_session import fill_configuration
 from backend.services.fields import page
 from backend.services.paging import paged
 from together_post_training.names import check_session_id, parse_checkpoint_path
@@ -70,13 +70,13 @@ def checkpoint_message(manifest: Manifest) -> pb.Checkpoint:
         kind=_KINDS[manifest.kind],
         session=manifest.session,
         base_model=manifest.base_model,
-        lora=lora_message(manifest.lora),
         policy_version=manifest.policy_version,
         has_optimizer=manifest.has_optimizer,
         size_bytes=manifest.size_bytes,
         create_time=timestamp(manifest.create_time_s),
         user_metadata=manifest.user_metadata,
     )
+    fill_configuration(message, manifest.weights, manifest.optimizer)
     if manifest.expire_time_s is not None:
         message.expire_time.CopyFrom(timestamp(manifest.expire_time_s))
     return message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from backend.operations.work import (
     CheckpointKind,
     LoadCheckpointWork,
@@ -22,6 +24,9 @@ from together_post_training.v1 import trainer_pb2 as pb
 
 _TEN_YEARS_S = 10 * 366 * 24 * 3600
 _MAX_CHUNKS = 1_000_000
+
+# Together's defaults; Tinker's clients send each value.
+_NATIVE_ADAM = AdamParams(eps=1e-8, grad_clip_norm=1.0)
 
 _KINDS: dict[int, CheckpointKind] = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
@@ -65,14 +70,14 @@ def custom_work(request: pb.CustomForwardBackwardRequest, limits: Limits) -> Pas
 
 
 def optim_step_work(request: pb.OptimStepRequest) -> OptimStepWork:
-    """Absent parameters have the defaults of AdamParams; an explicit 0 is 0."""
+    """Absent parameters have the defaults that the contract names; an explicit 0 is 0."""
     if request.WhichOneof("params") != "adam":
         raise fail(
             Reason.INVALID_ARGUMENT,
             "The optimiser's parameters are missing: set adam ({} for the defaults).",
         )
     given = {field.name: value for field, value in request.adam.ListFields()}
-    params = AdamParams(**given)
+    params = replace(_NATIVE_ADAM, **given)
     check_adam(params)
     return OptimStepWork(params=params)
 

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from backend.trainer import targets
-from backend.trainer.base import AdamParams, Adapter, LoraConfig, OptimizerState
+from backend.trainer.base import (
+    ADAMW,
+    AdamParams,
+    Adapter,
+    LoraConfig,
+    OptimizerConfig,
+    OptimizerState,
+    OptimParams,
+)
 from backend.trainer.checks import check_adapter
 from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
@@ -35,8 +43,11 @@ class Layer:
 class AdapterSlot:
     """Owned by the trainer's thread."""
 
-    def __init__(self, lora: LoraConfig, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, lora: LoraConfig, layers: Sequence[Layer], optimizer: OptimizerConfig = ADAMW
+    ) -> None:
         self.lora = lora
+        self.optimizer_config = optimizer
         self._layout = FlatLayout(_shapes(lora, layers))
         self.weights = nn.Parameter(torch.zeros(self._layout.size))
         self._optimizer = FlatAdamW(self.weights)
@@ -72,8 +83,9 @@ class AdapterSlot:
     def clear_gradients(self) -> None:
         self._has_gradients = False
 
-    def optim_step(self, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, params: OptimParams) -> dict[str, float]:
         """See `backend.trainer.base.Trainer.optim_step`."""
+        assert isinstance(params, AdamParams)
         assert self._has_gradients, "optim_step is called only with gradients"
         self._has_gradients = False
         return self._optimizer.step(self._window_gradient, params)
@@ -84,8 +96,10 @@ class AdapterSlot:
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(
             num_steps=self._optimizer.num_steps,
-            exp_avg=self._layout.copies(self._optimizer.exp_avg),
-            exp_avg_sq=self._layout.copies(self._optimizer.exp_avg_sq),
+            moments={
+                "exp_avg": self._layout.copies(self._optimizer.exp_avg),
+                "exp_avg_sq": self._layout.copies(self._optimizer.exp_avg_sq),
+            },
         )
 
     def load(self, adapter: Adapter, optimizer: OptimizerState | None) -> None:
@@ -94,8 +108,8 @@ class AdapterSlot:
         self._layout.fill(self.weights, adapter.tensors)
         self._optimizer.reset(0 if optimizer is None else optimizer.num_steps)
         if optimizer is not None:
-            self._layout.fill(self._optimizer.exp_avg, optimizer.exp_avg)
-            self._layout.fill(self._optimizer.exp_avg_sq, optimizer.exp_avg_sq)
+            self._layout.fill(self._optimizer.exp_avg, optimizer.moments["exp_avg"])
+            self._layout.fill(self._optimizer.exp_avg_sq, optimizer.moments["exp_avg_sq"])
         self._has_gradients = False
 
     def _by_path(self, layers: Sequence[Layer]) -> Mapping[str, LoraWeights]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from together_post_training.errors import PostTrainingError
 from together_post_training.samples import Limits, Sample
 
 Array = np.ndarray
@@ -31,9 +32,21 @@ class ModelInfo:
     max_lora_rank: int = 256
 
 
+# Words that stand for modules in LoraConfig.target_modules.
+ALL_LINEAR = "all-linear"
+FAMILY_DEFAULT = "default"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """W' = W + (alpha / rank) * B * A. `seed` fixes A; B starts as 0."""
+    """W' = W + (alpha / rank) * B * A. `seed` fixes A; B starts as 0.
+
+    target_modules: which linear layers are trained. Empty: those of train_attn, train_mlp and train_unembed. Otherwise
+        train_attn and train_mlp say nothing, and it holds one of the words "all-linear" (every linear layer of the
+        body) and "default" (what is usual for the model's family), to which train_unembed adds the output head, or
+        names of modules, matched as PEFT does: a whole path or its last parts.
+    dropout: the probability with which an input of A is dropped while training, in [0, 1).
+    """
 
     rank: int
     alpha: float
@@ -41,10 +54,20 @@ class LoraConfig:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    target_modules: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullConfig:
+    """Every parameter of the model is trained, in a copy of the session's own."""
+
+
+WeightsConfig = LoraConfig | FullConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +82,49 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """AdamW's number of steps and moments, float32, by the adapter's tensor names."""
+class FullWeights:
+    """A copy of a whole model's weights, float32, by the names of its Hugging Face state dict. Never written to.
 
+    A tensor that two modules share is there once, under the first name.
+    """
+
+    tensors: Mapping[str, Array]
+
+
+Weights = Adapter | FullWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """What a session's optimiser is, for as long as the session lives; its parameters come with each step.
+
+    muon_scaling: the factor of a Muon update. "match_adam": 0.2 * sqrt(max(rows, columns)), so that AdamW's learning
+        rates fit; "original": sqrt(max(1, rows / columns)).
+    """
+
+    family: Literal["adamw", "muon", "dimuon"] = "adamw"
+    muon_scaling: Literal["match_adam", "original"] = "match_adam"
+
+
+ADAMW = OptimizerConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """An optimiser's number of steps and moments, float32.
+
+    moments: by the moment's name ("exp_avg" and "exp_avg_sq" of AdamW, "momentum_buffer" of Muon), then by the name of
+        the tensor that it belongs to, of that tensor's shape.
+    """
+
+    family: str = "adamw"
     num_steps: int
-    exp_avg: Mapping[str, Array]
-    exp_avg_sq: Mapping[str, Array]
+    moments: Mapping[str, Mapping[str, Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """AdamW for one step; `grad_clip_norm` 0 clips nothing."""
+    """AdamW for one step; `grad_clip_norm` 0 clips nothing. The defaults are Tinker's."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -77,6 +132,31 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonParams:
+    """Muon for one step. `adam`: for tensors that are no matrices, embeddings and the output head of full weights; its
+    grad_clip_norm says nothing. The defaults are Together's."""
+
+    learning_rate: float = 0.02
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 1.0
+    adam: AdamParams = AdamParams(eps=1e-8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimuonParams:
+    """Tinker's Dimuon for one step."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+OptimParams = AdamParams | MuonParams | DimuonParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +170,7 @@ class Pass:
     session: str
     samples: Sequence[Sample]
     loss: str = "cross_entropy"
-    params: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = False
     gradients: Sequence[Array] | None = None
 
@@ -104,7 +184,7 @@ class PassResult:
 
 
 class Trainer(Protocol):
-    """Trains many adapters on one frozen base model.
+    """Trains many adapters on one frozen base model, or its full weights.
 
     Methods raise PostTrainingError for what a caller did and leave the session as it was then.
     """
@@ -112,8 +192,16 @@ class Trainer(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def create_session(self, session: str, lora: LoraConfig) -> None:
-        """Makes a fresh adapter: A from the seed, the same for the same seed and configuration; B = 0."""
+    @property
+    def merge_tokens(self) -> int:
+        """Passes that have at most this many tokens together run faster in one `run_batch` than one by one; 0: none."""
+        ...
+
+    def create_session(
+        self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
+    ) -> None:
+        """Makes a fresh adapter: A from the seed, the same for the same seed and configuration; B = 0. Or a copy of
+        the whole model."""
         ...
 
     def delete_session(self, session: str) -> None: ...
@@ -126,24 +214,32 @@ class Trainer(Protocol):
         """
         ...
 
+    def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+        """Runs passes of different sessions together, all with `backward` or all without.
+
+        Each gets what it would get alone, up to rounding, or fails alone.
+        """
+        ...
+
     def has_gradients(self, session: str) -> bool:
         """Whether a backward pass has run since the last optim_step, load or clear_gradients."""
         ...
 
     def clear_gradients(self, session: str) -> None: ...
 
-    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW step from the accumulated gradient, which is then cleared. Metrics: "name:reduction".
+    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
+        """One step from the accumulated gradient, which is then cleared. Metrics: "name:reduction".
 
         "unclipped_grad_l2:mean" is the norm before clipping. Called only with gradients.
 
         Raises:
             PostTrainingError: NON_FINITE_LOSS when the gradient's norm is not finite; nothing is changed but that
-                the gradient is cleared.
+                the gradient is cleared. INVALID_ARGUMENT for parameters outside their range or of another family
+                than the session's optimiser; nothing is changed.
         """
         ...
 
-    def adapter(self, session: str) -> Adapter:
+    def weights(self, session: str) -> Weights:
         """A copy of the session's weights."""
         ...
 
@@ -151,7 +247,7 @@ class Trainer(Protocol):
         """A copy of the session's moments."""
         ...
 
-    def load(self, session: str, adapter: Adapter, optimizer: OptimizerState | None) -> None:
+    def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
         """Replaces weights; the optimiser's state too, which is fresh if None; clears gradients.
 
         Raises:

@@ -22,18 +22,25 @@ import numpy as np
 
 from backend.trainer.adam import AdamState, adamw, clip_factor, global_norm
 from backend.trainer.base import (
+    ADAMW,
     AdamParams,
     Adapter,
     Array,
+    FullConfig,
+    FullWeights,
     LoraConfig,
     ModelInfo,
+    OptimizerConfig,
     OptimizerState,
+    OptimParams,
     Pass,
     PassResult,
+    Weights,
+    WeightsConfig,
 )
-from backend.trainer.checks import check_adam, check_adapter, check_lora
+from backend.trainer.checks import check_adapter, check_lora, check_optim
 from backend.trainer.objective import Objective
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Limits, Sample
 
 if TYPE_CHECKING:
@@ -137,7 +144,16 @@ class BigramTrainer:
     def model(self) -> ModelInfo:
         return self._model.info
 
-    def create_session(self, session: str, lora: LoraConfig) -> None:
+    @property
+    def merge_tokens(self) -> int:
+        return 0
+
+    def create_session(
+        self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
+    ) -> None:
+        if isinstance(weights, FullConfig):
+            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
+        lora = weights
         check_lora(lora, self.model)
         if not lora.train_unembed:
             raise fail(
@@ -169,14 +185,18 @@ class BigramTrainer:
             state.gradient = _sum(state.gradient, gradient)
         return PassResult(logprobs=logprobs, metrics=objective.metrics())
 
+    def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+        return [self._attempt(work) for work in works]
+
     def has_gradients(self, session: str) -> bool:
         return self._session(session).gradient is not None
 
     def clear_gradients(self, session: str) -> None:
         self._session(session).gradient = None
 
-    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
-        check_adam(params)
+    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
+        check_optim(params, ADAMW)
+        assert isinstance(params, AdamParams)
         state = self._session(session)
         assert state.gradient is not None, "optim_step is called only with gradients"
         gradient, state.gradient = state.gradient, None
@@ -187,26 +207,35 @@ class BigramTrainer:
             state, gradient, clip_factor(norm, params.grad_clip_norm), params
         )
         # Moments are kept in float32: a norm may be finite where its square no longer is.
-        for tensors in (adapter.tensors, optimizer.exp_avg, optimizer.exp_avg_sq):
+        for tensors in (adapter.tensors, *optimizer.moments.values()):
             _require_finite(tensors, session, "after this step")
         state.adapter, state.optimizer, state.logprobs = adapter, optimizer, None
         return {"unclipped_grad_l2:mean": norm}
 
     # Adapters and moments are values: steps and loads replace them, so handing them out copies nothing.
 
-    def adapter(self, session: str) -> Adapter:
+    def weights(self, session: str) -> Weights:
         return self._session(session).adapter
 
     def optimizer_state(self, session: str) -> OptimizerState:
         return self._session(session).optimizer
 
-    def load(self, session: str, adapter: Adapter, optimizer: OptimizerState | None) -> None:
+    def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
+        if isinstance(weights, FullWeights):
+            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
+        adapter = weights
         state = self._session(session)
         shapes = {name: array.shape for name, array in state.adapter.tensors.items()}
         check_adapter(adapter, optimizer, state.adapter.lora, shapes)
         state.adapter = replace(state.adapter, tensors=adapter.tensors)
         state.optimizer = optimizer or _fresh_moments(adapter)
         state.gradient = state.logprobs = None
+
+    def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
+        try:
+            return self.run(work)
+        except PostTrainingError as error:
+            return error
 
     def _gradient(
         self, state: _Session, samples: Sequence[Sample], derivatives: Sequence[Array]
@@ -243,8 +272,10 @@ def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:
 def _fresh_moments(adapter: Adapter) -> OptimizerState:
     return OptimizerState(
         num_steps=0,
-        exp_avg={name: np.zeros_like(t) for name, t in adapter.tensors.items()},
-        exp_avg_sq={name: np.zeros_like(t) for name, t in adapter.tensors.items()},
+        moments={
+            moment: {name: np.zeros_like(t) for name, t in adapter.tensors.items()}
+            for moment in ("exp_avg", "exp_avg_sq")
+        },
     )
 
 
@@ -274,8 +305,10 @@ def _stepped(
         )
         optimizer = OptimizerState(
             num_steps=step,
-            exp_avg={name: s.exp_avg.astype(np.float32) for name, s in after.items()},
-            exp_avg_sq={name: s.exp_avg_sq.astype(np.float32) for name, s in after.items()},
+            moments={
+                "exp_avg": {name: s.exp_avg.astype(np.float32) for name, s in after.items()},
+                "exp_avg_sq": {name: s.exp_avg_sq.astype(np.float32) for name, s in after.items()},
+            },
         )
     return adapter, optimizer
 
@@ -283,8 +316,8 @@ def _stepped(
 def _adam_state(state: _Session, name: str) -> AdamState:
     return AdamState(
         weights=state.adapter.tensors[name].astype(np.float64),
-        exp_avg=state.optimizer.exp_avg[name].astype(np.float64),
-        exp_avg_sq=state.optimizer.exp_avg_sq[name].astype(np.float64),
+        exp_avg=state.optimizer.moments["exp_avg"][name].astype(np.float64),
+        exp_avg_sq=state.optimizer.moments["exp_avg_sq"][name].astype(np.float64),
     )
 
 

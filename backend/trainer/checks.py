@@ -7,7 +7,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from backend.trainer.base import AdamParams, Adapter, Array, LoraConfig, ModelInfo, OptimizerState
+from backend.trainer.base import (
+    AdamParams,
+    Adapter,
+    Array,
+    LoraConfig,
+    ModelInfo,
+    OptimizerConfig,
+    OptimizerState,
+    OptimParams,
+)
 from together_post_training.errors import Reason, fail
 
 Shape = tuple[int, ...]
@@ -28,11 +37,26 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
             f"LoRA alpha {lora.alpha}: it must be a finite number above 0 (the adapter is scaled by alpha / rank).",
             alpha=lora.alpha,
         )
-    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+    if not 0 <= lora.dropout < 1:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"LoRA dropout {lora.dropout}: it must be at least 0 and below 1.",
+            dropout=lora.dropout,
+        )
+    if not lora.target_modules and not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise fail(
             Reason.INVALID_ARGUMENT,
             "Nothing to train: set at least one of train_attn, train_mlp, train_unembed.",
         )
+
+
+def check_optim(params: OptimParams, optimizer: OptimizerConfig) -> None:
+    """Raises INVALID_ARGUMENT for parameters outside their range, or of another family than the optimiser."""
+    if not isinstance(params, AdamParams) or optimizer.family != "adamw":
+        raise fail(
+            Reason.UNIMPLEMENTED, f"Optimiser {optimizer.family!r} is not there yet: use AdamW."
+        )
+    check_adam(params)
 
 
 def check_adam(params: AdamParams) -> None:
@@ -72,8 +96,8 @@ def check_adapter(
             got=adapter.lora.scale,
         )
     if optimizer is not None:
-        _check_tensors("exp_avg", optimizer.exp_avg, shapes)
-        _check_tensors("exp_avg_sq", optimizer.exp_avg_sq, shapes)
+        for moment, tensors in optimizer.moments.items():
+            _check_tensors(moment, tensors, shapes)
 
 
 def _bad_adam(name: str, value: float, accepted: str):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from backend.trainer.base import LoraConfig
+from backend.trainer.base import FAMILY_DEFAULT, LoraConfig
 from together_post_training.errors import Reason, fail
 
 # PEFT's name for a tensor of the module at {path}: its model wraps ours twice.
@@ -68,10 +68,16 @@ def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
 def trained_names(model_type: str, lora: LoraConfig) -> frozenset[str]:
     """Names of the layers that an adapter of this configuration trains."""
     known = family(model_type)
+    if lora.target_modules not in ((), (FAMILY_DEFAULT,)):
+        raise fail(
+            Reason.UNIMPLEMENTED,
+            f"target_modules {list(lora.target_modules)}: use train_attn, train_mlp and train_unembed.",
+        )
+    by_family = bool(lora.target_modules)
     return frozenset(
         (
-            *known.attn * lora.train_attn,
-            *known.mlp * lora.train_mlp,
+            *known.attn * (lora.train_attn or by_family),
+            *known.mlp * (lora.train_mlp or by_family),
             *known.unembed * lora.train_unembed,
         )
     )

@@ -11,20 +11,25 @@ from torch import Tensor
 
 from backend.trainer.adapter_slot import AdapterSlot
 from backend.trainer.base import (
-    AdamParams,
+    ADAMW,
     Adapter,
-    LoraConfig,
+    FullConfig,
+    FullWeights,
     ModelInfo,
+    OptimizerConfig,
     OptimizerState,
+    OptimParams,
     Pass,
     PassResult,
+    Weights,
+    WeightsConfig,
 )
 from backend.trainer.base_model import BaseModel
-from backend.trainer.checks import check_adam, check_lora
+from backend.trainer.checks import check_lora, check_optim
 from backend.trainer.objective import Objective
 from backend.trainer.packed_model import PackedModel, pack, whole_row
 from backend.trainer.packing import DEFAULT_TOKEN_BUDGET, plan
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Sample
 
 Array = np.ndarray
@@ -43,13 +48,20 @@ class TorchTrainer:
     def model(self) -> ModelInfo:
         return self._info
 
-    def create_session(self, session: str, lora: LoraConfig) -> None:
+    @property
+    def merge_tokens(self) -> int:
+        return 0
+
+    def create_session(
+        self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
+    ) -> None:
+        lora = _lora(weights)
         check_lora(lora, self._info)
         if session in self._slots:
             raise fail(
                 Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
             )
-        self._slots[session] = AdapterSlot(lora, self._packed.layers(lora))
+        self._slots[session] = AdapterSlot(lora, self._packed.layers(lora), optimizer)
 
     def delete_session(self, session: str) -> None:
         self._slot(session)
@@ -68,24 +80,34 @@ class TorchTrainer:
             slot.commit_pass()
         return PassResult(logprobs=[logprobs[i] for i in range(len(work.samples))], metrics=metrics)
 
+    def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+        return [self._attempt(work) for work in works]
+
     def has_gradients(self, session: str) -> bool:
         return self._slot(session).has_gradients
 
     def clear_gradients(self, session: str) -> None:
         self._slot(session).clear_gradients()
 
-    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
-        check_adam(params)
-        return self._slot(session).optim_step(params)
+    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
+        slot = self._slot(session)
+        check_optim(params, slot.optimizer_config)
+        return slot.optim_step(params)
 
-    def adapter(self, session: str) -> Adapter:
+    def weights(self, session: str) -> Weights:
         return self._slot(session).adapter()
 
     def optimizer_state(self, session: str) -> OptimizerState:
         return self._slot(session).optimizer_state()
 
-    def load(self, session: str, adapter: Adapter, optimizer: OptimizerState | None) -> None:
-        self._slot(session).load(adapter, optimizer)
+    def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
+        self._slot(session).load(_adapter(weights), optimizer)
+
+    def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
+        try:
+            return self.run(work)
+        except PostTrainingError as error:
+            return error
 
     def _slot(self, session: str) -> AdapterSlot:
         slot = self._slots.get(session)
@@ -111,6 +133,22 @@ class TorchTrainer:
         if work.backward:
             forward.backward(_join(derivative))
         return logprobs
+
+
+def _lora(weights: WeightsConfig):
+    if isinstance(weights, FullConfig):
+        raise _no_full_weights()
+    return weights
+
+
+def _adapter(weights: Weights) -> Adapter:
+    if isinstance(weights, FullWeights):
+        raise _no_full_weights()
+    return weights
+
+
+def _no_full_weights() -> PostTrainingError:
+    return fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
 
 
 def _join(arrays: Sequence[Array]) -> Tensor:

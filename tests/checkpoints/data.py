@@ -8,7 +8,7 @@ import numpy as np
 
 from backend.checkpoints.manifest import Manifest
 from backend.operations.work import CheckpointKind
-from backend.trainer.base import Adapter, LoraConfig, OptimizerState
+from backend.trainer.base import Adapter, LoraConfig, OptimizerState, Weights
 
 LORA = LoraConfig(rank=2, alpha=8.0, seed=2**63, train_attn=False)
 NAMES = (
@@ -38,7 +38,8 @@ def adapter(seed: int = 0, size: int = 3) -> Adapter:
 
 def optimizer(seed: int = 1) -> OptimizerState:
     return OptimizerState(
-        num_steps=seed, exp_avg=random_tensors(seed), exp_avg_sq=random_tensors(seed + 1)
+        num_steps=seed,
+        moments={"exp_avg": random_tensors(seed), "exp_avg_sq": random_tensors(seed + 1)},
     )
 
 
@@ -50,7 +51,7 @@ def manifest(
         name=name,
         kind=kind,
         base_model="builtin:tiny",
-        lora=LORA,
+        weights=LORA,
         policy_version=5,
         create_time_s=1_000_000.0,
         expire_time_s=None,
@@ -59,7 +60,8 @@ def manifest(
     return replace(made, **fields)
 
 
-def assert_same_tensors(got: Adapter, expected: Adapter) -> None:
+def assert_same_tensors(got: Weights, expected: Adapter) -> None:
+    assert isinstance(got, Adapter)
     assert got.lora == expected.lora
     assert got.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():

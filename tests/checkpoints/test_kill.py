@@ -46,5 +46,5 @@ def test_law_13_a_checkpoint_is_visible_whole_or_not_at_all_when_its_writer_is_k
             loaded = store.load(manifest.path, optimizer=True)
             assert loaded.optimizer is not None
             assert loaded.optimizer.num_steps == manifest.policy_version
-            assert_same_tensors(loaded.adapter, adapter(manifest.policy_version))
+            assert_same_tensors(loaded.weights, adapter(manifest.policy_version))
         assert len(list((tmp_path / ".data").iterdir())) == len(found)

@@ -46,8 +46,8 @@ def test_checkpoint_gives_plain_peft_the_trainers_logprobs(
         trainer.optim_step("s", AdamParams(learning_rate=0.02))
     (expected,) = trainer.run(Pass(session="s", samples=[sample])).logprobs
     store = CheckpointStore(tmp_path / "store", Clock())
-    made = manifest(kind="inference", session="run", lora=lora, base_model=str(base))
-    store.save(made, trainer.adapter("s"), None, overwrite=False)
+    made = manifest(kind="inference", session="run", weights=lora, base_model=str(base))
+    store.save(made, trainer.weights("s"), None, overwrite=False)
 
     model = _load_without_complaint(base, tmp_path / "store" / "run" / "sampler_weights" / "a")
     np.testing.assert_allclose(_logprobs(model, sample), expected, atol=TOLERANCE)
@@ -76,8 +76,8 @@ def test_checkpoint_names_its_base_model_so_that_peft_finds_both(tmp_path: Path)
     lora = LoraConfig(rank=2, alpha=4.0, seed=3)
     trainer.create_session("s", lora)
     store = CheckpointStore(tmp_path / "store", Clock())
-    made = manifest(session="run", lora=lora, base_model=str(base))
-    store.save(made, trainer.adapter("s"), trainer.optimizer_state("s"), overwrite=False)
+    made = manifest(session="run", weights=lora, base_model=str(base))
+    store.save(made, trainer.weights("s"), trainer.optimizer_state("s"), overwrite=False)
     folder = tmp_path / "store" / "run" / "weights" / "a"
     model = AutoPeftModelForCausalLM.from_pretrained(str(folder))
     assert isinstance(model, PeftModel)

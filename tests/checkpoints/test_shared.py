@@ -50,7 +50,7 @@ def test_law_13_another_process_loads_whole_checkpoints_while_one_is_overwritten
     while writer.poll() is None:
         loaded = store.load(path, optimizer=True)
         seen.add(loaded.manifest.policy_version)
-        assert_same_tensors(loaded.adapter, adapter(loaded.manifest.policy_version))
+        assert_same_tensors(loaded.weights, adapter(loaded.manifest.policy_version))
         assert loaded.optimizer is not None
         assert loaded.optimizer.num_steps == loaded.manifest.policy_version
         assert [piece.filename for piece in store.pieces(path)][-1] == MANIFEST
@@ -149,4 +149,4 @@ def test_checkpoint_whose_files_were_removed_by_hand_is_not_found_and_can_be_sav
         other.load(path, optimizer=False)
     assert caught.value.reason == Reason.CHECKPOINT_NOT_FOUND
     other.save(manifest(kind="inference"), adapter(3), None, overwrite=False)
-    assert_same_tensors(other.load(path, optimizer=False).adapter, adapter(3))
+    assert_same_tensors(other.load(path, optimizer=False).weights, adapter(3))

@@ -45,13 +45,13 @@ def test_checkpoint_loads_bitwise_what_was_saved(store: CheckpointStore):
     saved = save(store, manifest())
     loaded = store.load(saved.path, optimizer=True)
     assert loaded.manifest == saved
-    assert_same_tensors(loaded.adapter, adapter(0))
+    assert_same_tensors(loaded.weights, adapter(0))
     expected = optimizer(1)
     assert loaded.optimizer is not None
     assert loaded.optimizer.num_steps == expected.num_steps
     for moments in ("exp_avg", "exp_avg_sq"):
-        got = getattr(loaded.optimizer, moments)
-        for name, tensor in getattr(expected, moments).items():
+        got = loaded.optimizer.moments[moments]
+        for name, tensor in expected.moments[moments].items():
             np.testing.assert_array_equal(got[name], tensor)
 
 
@@ -61,7 +61,7 @@ def test_checkpoint_is_read_by_the_next_server(
     saved = save(store, manifest())
     again = CheckpointStore(tmp_path / "checkpoints", clock)
     assert again.list() == [saved]
-    assert_same_tensors(again.load(saved.path, optimizer=False).adapter, adapter(0))
+    assert_same_tensors(again.load(saved.path, optimizer=False).weights, adapter(0))
 
 
 def test_checkpoint_manifest_lists_its_files_with_size_and_digest(
@@ -83,7 +83,7 @@ def test_checkpoint_of_the_same_name_is_refused_and_the_first_stays(store: Check
     assert error.reason == Reason.CHECKPOINT_EXISTS
     assert "'a' already exists" in error.message
     assert reason_of(store.check_free, saved.path).reason == Reason.CHECKPOINT_EXISTS
-    assert_same_tensors(store.load(saved.path, optimizer=False).adapter, adapter(0))
+    assert_same_tensors(store.load(saved.path, optimizer=False).weights, adapter(0))
 
 
 def test_checkpoint_of_another_kind_or_session_may_have_the_same_name(store: CheckpointStore):
@@ -100,7 +100,7 @@ def test_checkpoint_is_replaced_with_overwrite_and_its_old_files_go(
     save(store, manifest())
     replaced = save(store, manifest(user_metadata={"new": "1"}), seed=7, overwrite=True)
     assert store.get(replaced.path) == replaced
-    assert_same_tensors(store.load(replaced.path, optimizer=False).adapter, adapter(7))
+    assert_same_tensors(store.load(replaced.path, optimizer=False).weights, adapter(7))
     assert len(list((tmp_path / "checkpoints" / ".data").iterdir())) == 1
 
 
@@ -122,7 +122,7 @@ def test_law_13_there_is_no_moment_without_a_whole_checkpoint_while_it_is_overwr
         loaded = store.load(path, optimizer=True)
         seed = loaded.manifest.policy_version
         seen.add(seed)
-        assert_same_tensors(loaded.adapter, adapter(seed))
+        assert_same_tensors(loaded.weights, adapter(seed))
         assert loaded.optimizer is not None
         assert loaded.optimizer.num_steps == seed + 1
         assert [piece.filename for piece in store.pieces(path)][-1] == MANIFEST
@@ -139,7 +139,7 @@ def test_checkpoint_that_was_deleted_is_not_found_and_can_be_saved_again(store: 
     assert reason_of(store.load, path, optimizer=False).reason == Reason.CHECKPOINT_NOT_FOUND
     assert store.list() == []
     save(store, manifest(), seed=3)
-    assert_same_tensors(store.load(path, optimizer=False).adapter, adapter(3))
+    assert_same_tensors(store.load(path, optimizer=False).weights, adapter(3))
 
 
 def test_checkpoint_that_is_being_read_stays_whole_when_it_is_deleted(
@@ -198,7 +198,7 @@ def test_checkpoint_name_is_free_again_when_it_has_expired(store: CheckpointStor
     clock.now += 2
     path = save(store, manifest(), seed=4).path
     assert store.sweep() == 0
-    assert_same_tensors(store.load(path, optimizer=False).adapter, adapter(4))
+    assert_same_tensors(store.load(path, optimizer=False).weights, adapter(4))
 
 
 def test_checkpoint_without_optimizer_says_what_is_missing(store: CheckpointStore):
@@ -233,7 +233,7 @@ def test_checkpoint_that_is_damaged_is_refused_naming_the_file(
     assert error.reason == Reason.INCOMPATIBLE_CHECKPOINT
     assert error.metadata["file"] == name
     if name == OPTIMIZER:
-        assert_same_tensors(store.load(saved.path, optimizer=False).adapter, adapter(0))
+        assert_same_tensors(store.load(saved.path, optimizer=False).weights, adapter(0))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"format_version": 99}', b"[1]"])
@@ -259,7 +259,7 @@ def test_checkpoint_of_a_name_that_differs_in_case_is_another(store: CheckpointS
     """On a file system that ignores case the second is refused; nothing is ever replaced by accident."""
     first = save(store, manifest("final"), seed=1)
     save(store, manifest("Final"), seed=2)
-    assert_same_tensors(store.load(first.path, optimizer=False).adapter, adapter(1))
+    assert_same_tensors(store.load(first.path, optimizer=False).weights, adapter(1))
 
 
 def test_checkpoint_of_another_case_is_not_taken_for_it(store: CheckpointStore, tmp_path: Path):
@@ -333,4 +333,4 @@ def test_store_equals_a_dictionary_of_names(
         assert {m.name: m.policy_version for m in store.list()} == model
         for kept, kept_seed in model.items():
             loaded = store.load(manifest(kept, kind="inference").path, optimizer=False)
-            assert_same_tensors(loaded.adapter, adapter(kept_seed))
+            assert_same_tensors(loaded.weights, adapter(kept_seed))

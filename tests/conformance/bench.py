@@ -40,7 +40,7 @@ class Bench:
 
     def publish(self, session: str) -> str:
         snapshot = self.name("snapshot")
-        self.generator.add_snapshot(snapshot, self.trainer.adapter(session))
+        self.generator.add_snapshot(snapshot, self.trainer.weights(session))
         return snapshot
 
     def sample(self, call: SampleCall) -> SampleResult:

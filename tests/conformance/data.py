@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from backend.generator.base import SampleCall, Stop
-from backend.trainer.base import AdamParams, Adapter, Pass, PassResult, Trainer
+from backend.trainer.base import AdamParams, Adapter, Pass, PassResult, Trainer, Weights
 from together_post_training import samples as sample_checks
 from together_post_training.samples import Sample
 
@@ -78,27 +78,33 @@ def random_sample(seed: int, vocab_size: int, num_tokens: int, **inputs: np.ndar
     return sample(whole[:-1].tolist(), whole[1:].tolist(), **inputs)
 
 
-def changed(before: Adapter, after: Adapter) -> set[str]:
+def changed(before: Weights, after: Weights) -> set[str]:
     """The names of tensors that are not bitwise equal."""
     assert before.tensors.keys() == after.tensors.keys()
     return {n for n in before.tensors if not np.array_equal(before.tensors[n], after.tensors[n])}
 
 
-def assert_same_adapter(got: Adapter, wanted: Adapter, *, atol: float) -> None:
+def assert_same_adapter(got: Weights, wanted: Weights, *, atol: float) -> None:
     assert got.tensors.keys() == wanted.tensors.keys()
     for name, tensor in wanted.tensors.items():
         np.testing.assert_allclose(got.tensors[name], tensor, rtol=0, atol=atol, err_msg=name)
 
 
-def part(adapter: Adapter, end: str) -> np.ndarray:
+def part(adapter: Weights, end: str) -> np.ndarray:
     """The output head's A ("lora_A.weight") or B."""
     (name,) = (n for n in adapter.tensors if "lm_head" in n and n.endswith(end))
     return adapter.tensors[name]
 
 
-def always(trainer: Trainer, session: str, *, token: int, delta: float) -> Adapter:
+def adapter_of(trainer: Trainer, session: str) -> Adapter:
+    adapter = trainer.weights(session)
+    assert isinstance(adapter, Adapter)
+    return adapter
+
+
+def always(trainer: Trainer, session: str, *, token: int, delta: float) -> Weights:
     """Of a succ16 session's shape: adds `delta` to one token's logit, after every token."""
-    adapter = trainer.adapter(session)
+    adapter = adapter_of(trainer, session)
     zeros = replace(adapter, tensors={n: np.zeros_like(t) for n, t in adapter.tensors.items()})
     # h is 4 times a unit vector, so A @ h is a vector of ones.
     part(zeros, "lora_A.weight")[:] = 0.25

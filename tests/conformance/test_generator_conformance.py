@@ -173,7 +173,7 @@ def test_a_snapshot_answers_the_same_whatever_is_trained_later(bench: Bench):
 
 def test_the_adapter_handed_over_may_be_reused(bench: Bench):
     session = trained(bench)
-    adapter = bench.trainer.adapter(session)
+    adapter = bench.trainer.weights(session)
     snapshot = bench.name("snapshot")
     bench.generator.add_snapshot(snapshot, adapter)
     scoring = call(prompt_of(bench, 6), snapshot=snapshot, max_tokens=0, prompt_logprobs=True)

@@ -12,6 +12,7 @@ from backend.trainer.base import AdamParams, Adapter, LoraConfig
 from tests.conformance.bench import Bench, head_lora
 from tests.conformance.data import (
     LINEAR,
+    adapter_of,
     assert_same_adapter,
     call,
     changed,
@@ -116,7 +117,7 @@ def test_same_batch_alone_gives_the_same_bits(bench: Bench):
         session = bench.session()
         for _ in range(2):
             train(bench.trainer, session, samples, adam=AdamParams(learning_rate=0.01))
-        adapters.append(bench.trainer.adapter(session))
+        adapters.append(bench.trainer.weights(session))
         logprobs.append(np.concatenate(forward(bench.trainer, session, samples)))
     assert not changed(*adapters)
     assert np.array_equal(*logprobs)
@@ -136,11 +137,11 @@ def test_two_half_batches_are_one_batch(bench: Bench):
     ]
     sums = [half.metrics["loss:sum"] for half in halves]
     assert sum(sums) == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
-    before = bench.trainer.adapter(first)
+    before = bench.trainer.weights(first)
     for session in (first, second):
         bench.trainer.optim_step(session, LINEAR)
         assert not bench.trainer.has_gradients(session)
-    got, wanted = bench.trainer.adapter(first), bench.trainer.adapter(second)
+    got, wanted = bench.trainer.weights(first), bench.trainer.weights(second)
     assert changed(before, got) == set(got.tensors)
     assert_same_adapter(got, wanted, atol=SAME_WEIGHTS)
 
@@ -156,10 +157,10 @@ def test_gradient_is_the_slope_of_the_loss(bench: Bench):
         sample(s.tokens.tolist(), s.inputs["target_tokens"].tolist(), weights=w)
         for s, w in zip(targets, ([1, 0.5, 0, -0.25, 1, 2, 1], [1, 0, 3, 0.1]), strict=True)
     ]
-    start = bench.trainer.adapter(session)
+    start = bench.trainer.weights(session)
     bench.trainer.load(session, start, None)  # else old moments would steer the step below
     train(bench.trainer, session, samples, adam=LINEAR)
-    moved = bench.trainer.adapter(session)
+    moved = bench.trainer.weights(session)
     gradient = {n: -100 * (moved.tensors[n] - t) for n, t in start.tensors.items()}
     squared_norm = sum(float(np.square(g).sum()) for g in gradient.values())
     size = 0.1 / squared_norm  # the loss changes by about 0.1 each way
@@ -195,7 +196,7 @@ def test_cleared_gradients_do_not_come_back(bench: Bench):
     assert not bench.trainer.has_gradients(session)
     for name in (session, control):
         train(bench.trainer, name, [second], adam=LINEAR)
-    got, wanted = bench.trainer.adapter(session), bench.trainer.adapter(control)
+    got, wanted = bench.trainer.weights(session), bench.trainer.weights(control)
     assert_same_adapter(got, wanted, atol=1e-7)
 
 
@@ -212,7 +213,7 @@ def test_custom_gradients_enter_where_losses_do(bench: Bench):
     run(bench.trainer, control, [weighted], backward=True)
     for session in (custom, control):
         bench.trainer.optim_step(session, LINEAR)
-    got, wanted = bench.trainer.adapter(custom), bench.trainer.adapter(control)
+    got, wanted = bench.trainer.weights(custom), bench.trainer.weights(control)
     assert_same_adapter(got, wanted, atol=1e-6)
 
 
@@ -228,7 +229,7 @@ def test_two_dimensional_targets_are_a_sum_over_both_axes(bench: Bench):
     run(bench.trainer, control, columns, backward=True)
     for session in (wide, control):
         bench.trainer.optim_step(session, LINEAR)
-    got, wanted = bench.trainer.adapter(wide), bench.trainer.adapter(control)
+    got, wanted = bench.trainer.weights(wide), bench.trainer.weights(control)
     assert_same_adapter(got, wanted, atol=SAME_WEIGHTS)
 
 
@@ -237,17 +238,19 @@ def test_two_dimensional_targets_are_a_sum_over_both_axes(bench: Bench):
 
 def test_an_idle_session_does_not_move(bench: Bench):
     idle, busy = trained_session(bench), bench.session(rank=8)
-    weights, moments = bench.trainer.adapter(idle), bench.trainer.optimizer_state(idle)
+    weights, moments = bench.trainer.weights(idle), bench.trainer.optimizer_state(idle)
     samples = batch(bench, 6, 3)
     expected = forward(bench.trainer, idle, samples)
     for _ in range(3):
         train(bench.trainer, busy, samples, adam=AdamParams(learning_rate=0.1, weight_decay=0.1))
-    assert not changed(weights, bench.trainer.adapter(idle))
+    assert not changed(weights, bench.trainer.weights(idle))
     after = bench.trainer.optimizer_state(idle)
     assert after.num_steps == moments.num_steps
-    for name in moments.exp_avg:
-        assert np.array_equal(after.exp_avg[name], moments.exp_avg[name])
-        assert np.array_equal(after.exp_avg_sq[name], moments.exp_avg_sq[name])
+    for name in moments.moments["exp_avg"]:
+        assert np.array_equal(after.moments["exp_avg"][name], moments.moments["exp_avg"][name])
+        assert np.array_equal(
+            after.moments["exp_avg_sq"][name], moments.moments["exp_avg_sq"][name]
+        )
     assert_close(forward(bench.trainer, idle, samples), expected, 0)
 
 
@@ -269,8 +272,8 @@ def test_interleaved_training_equals_training_alone(bench: Bench):
     for _ in range(2):
         run(trainer, solo_b, theirs, backward=True)
         train(trainer, solo_b, mine, adam=adam)
-    assert_same_adapter(trainer.adapter(a), trainer.adapter(solo_a), atol=SAME_WEIGHTS)
-    assert_same_adapter(trainer.adapter(b), trainer.adapter(solo_b), atol=SAME_WEIGHTS)
+    assert_same_adapter(trainer.weights(a), trainer.weights(solo_a), atol=SAME_WEIGHTS)
+    assert_same_adapter(trainer.weights(b), trainer.weights(solo_b), atol=SAME_WEIGHTS)
 
 
 def test_creating_and_deleting_sessions_disturbs_no_other(bench: Bench):
@@ -279,14 +282,14 @@ def test_creating_and_deleting_sessions_disturbs_no_other(bench: Bench):
     session, control = bench.session(), bench.session()
     run(trainer, session, samples, backward=True)
     other, loaded = bench.session(rank=2), bench.session()
-    trainer.load(loaded, trainer.adapter(control), None)
+    trainer.load(loaded, trainer.weights(control), None)
     trainer.delete_session(loaded)
     trainer.delete_session(other)
     trainer.optim_step(session, AdamParams(learning_rate=0.1))
-    before = trainer.adapter(control)
+    before = trainer.weights(control)
     train(trainer, control, samples, adam=AdamParams(learning_rate=0.1))
-    assert changed(before, trainer.adapter(control))
-    got, wanted = trainer.adapter(session), trainer.adapter(control)
+    assert changed(before, trainer.weights(control))
+    got, wanted = trainer.weights(session), trainer.weights(control)
     assert_same_adapter(got, wanted, atol=SAME_WEIGHTS)
 
 
@@ -295,29 +298,29 @@ def test_a_deleted_session_leaks_nothing_into_a_new_one(bench: Bench):
     session, control = trained_session(bench, seed=3), bench.session(seed=3)
     run(trainer, session, batch(bench, 4), backward=True)
     trainer.delete_session(session)
-    trainer.create_session(session, trainer.adapter(control).lora)
+    trainer.create_session(session, adapter_of(trainer, control).lora)
     assert not trainer.has_gradients(session)
     assert trainer.optimizer_state(session).num_steps == 0
-    fresh = trainer.adapter(session)
-    assert not changed(fresh, trainer.adapter(control))
+    fresh = trainer.weights(session)
+    assert not changed(fresh, trainer.weights(control))
     assert np.linalg.norm(part(fresh, "lora_A.weight")) > 0
     for _ in range(2):
         train(trainer, session, batch(bench, 6), adam=AdamParams(learning_rate=0.1))
-    assert changed(fresh, trainer.adapter(session)) == set(fresh.tensors)
+    assert changed(fresh, trainer.weights(session)) == set(fresh.tensors)
 
 
 def test_what_is_handed_out_does_not_follow_training(bench: Bench):
     session = trained_session(bench)
-    adapter, moments = bench.trainer.adapter(session), bench.trainer.optimizer_state(session)
+    adapter, moments = bench.trainer.weights(session), bench.trainer.optimizer_state(session)
     handed_out = [
         *adapter.tensors.values(),
-        *moments.exp_avg.values(),
-        *moments.exp_avg_sq.values(),
+        *moments.moments["exp_avg"].values(),
+        *moments.moments["exp_avg_sq"].values(),
     ]
     assert all(tensor.dtype == np.float32 for tensor in handed_out)
     kept = [tensor.copy() for tensor in handed_out]
     train(bench.trainer, session, batch(bench, 5), adam=AdamParams(learning_rate=0.1))
-    bench.trainer.load(session, bench.trainer.adapter(bench.session()), None)
+    bench.trainer.load(session, bench.trainer.weights(bench.session()), None)
     assert all(np.array_equal(a, b) for a, b in zip(handed_out, kept, strict=True))
 
 
@@ -332,7 +335,7 @@ def test_a_fresh_adapter_is_the_base_model(bench: Bench, rank):
     bench.trainer.create_session(everything, LoraConfig(rank=rank, alpha=32, seed=rank))
     expected = forward(bench.trainer, bench.session(rank=2, seed=9), samples)
     assert_close(forward(bench.trainer, everything, samples), expected, bench.tolerance)
-    tensors = bench.trainer.adapter(everything).tensors
+    tensors = bench.trainer.weights(everything).tensors
     assert all(not t.any() for n, t in tensors.items() if n.endswith("lora_B.weight"))
     assert all(t.any() for n, t in tensors.items() if n.endswith("lora_A.weight"))
 
@@ -343,10 +346,10 @@ def test_a_seed_fixes_the_adapter_whatever_happened_before(bench: Bench):
     bench.trainer.create_session(first, lora)
     bench.trainer.create_session(between, replace(lora, seed=1))
     bench.trainer.create_session(second, lora)
-    fresh = bench.trainer.adapter(first)
-    assert not changed(fresh, bench.trainer.adapter(second))
+    fresh = bench.trainer.weights(first)
+    assert not changed(fresh, bench.trainer.weights(second))
     a_names = {name for name in fresh.tensors if name.endswith("lora_A.weight")}
-    assert changed(fresh, bench.trainer.adapter(between)) == a_names
+    assert changed(fresh, bench.trainer.weights(between)) == a_names
     a_bytes = [fresh.tensors[name].tobytes() for name in a_names]
     assert len(set(a_bytes)) == len(a_bytes), "two layers share their A"
 
@@ -364,7 +367,7 @@ def test_global_random_streams_are_left_alone(bench: Bench):
 @pytest.mark.parametrize("seed", [-1, 2**40, 2**63 - 1])
 def test_any_integer_is_a_seed(bench: Bench, seed):
     session = bench.session(seed=seed)
-    assert changed(bench.trainer.adapter(session), bench.trainer.adapter(bench.session()))
+    assert changed(bench.trainer.weights(session), bench.trainer.weights(bench.session()))
 
 
 # Law 13: resuming
@@ -374,28 +377,28 @@ def test_resumed_with_its_optimizer_is_never_stopped(bench: Bench):
     trainer = bench.trainer
     samples = batch(bench, 6, 4)
     session, resumed = trained_session(bench), bench.session()
-    trainer.load(resumed, trainer.adapter(session), trainer.optimizer_state(session))
+    trainer.load(resumed, trainer.weights(session), trainer.optimizer_state(session))
     assert trainer.optimizer_state(resumed).num_steps == 2
     for name in (session, resumed):
         train(trainer, name, samples, adam=AdamParams(learning_rate=0.05, weight_decay=0.01))
-    assert not changed(trainer.adapter(session), trainer.adapter(resumed))
+    assert not changed(trainer.weights(session), trainer.weights(resumed))
 
 
 def test_load_clears_gradients_and_moments(bench: Bench):
     trainer = bench.trainer
     session, control = trained_session(bench), bench.session(seed=5)
     run(trainer, session, batch(bench, 5), backward=True)
-    trainer.load(session, trainer.adapter(control), None)
+    trainer.load(session, trainer.weights(control), None)
     assert not trainer.has_gradients(session)
     for name in (session, control):
         train(trainer, name, batch(bench, 6), adam=AdamParams(learning_rate=0.1))
-    assert not changed(trainer.adapter(session), trainer.adapter(control))
+    assert not changed(trainer.weights(session), trainer.weights(control))
 
 
 def test_load_refuses_tensors_that_do_not_fit_and_changes_nothing(bench: Bench):
     trainer = bench.trainer
     session, other = trained_session(bench), bench.session(rank=8, alpha=32.0)
-    before, foreign = trainer.adapter(session), trainer.adapter(other)
+    before, foreign = adapter_of(trainer, session), adapter_of(trainer, other)
     name = next(n for n in before.tensors if n.endswith("lora_A.weight"))
     without = {n: t for n, t in before.tensors.items() if n != name}
     unfit: list[tuple[Adapter, str]] = [
@@ -413,7 +416,7 @@ def test_load_refuses_tensors_that_do_not_fit_and_changes_nothing(bench: Bench):
     with pytest.raises(PostTrainingError) as error:
         trainer.load(session, before, moments)
     assert error.value.reason is Reason.INCOMPATIBLE_CHECKPOINT
-    assert not changed(before, trainer.adapter(session))
+    assert not changed(before, trainer.weights(session))
     assert trainer.optimizer_state(session).num_steps == 2
 
 
@@ -444,9 +447,9 @@ def test_ranks_up_to_the_limit_train_side_by_side(bench: Bench):
     largest = bench.trainer.model.max_lora_rank
     sessions = [bench.session(rank=rank) for rank in (4, largest)]
     for session in sessions:
-        before = bench.trainer.adapter(session)
+        before = bench.trainer.weights(session)
         train(bench.trainer, session, batch(bench, 5), adam=AdamParams(learning_rate=0.01))
-        assert changed(before, bench.trainer.adapter(session))
+        assert changed(before, bench.trainer.weights(session))
 
 
 def test_unknown_and_used_session_names_are_refused(bench: Bench):
@@ -459,7 +462,7 @@ def test_unknown_and_used_session_names_are_refused(bench: Bench):
     uses = [
         lambda: trainer.delete_session(session),
         lambda: forward(trainer, session, batch(bench, 2)),
-        lambda: trainer.adapter(session),
+        lambda: trainer.weights(session),
         lambda: trainer.optim_step(session, AdamParams()),
     ]
     for use in uses:
@@ -484,9 +487,9 @@ def test_unknown_and_used_session_names_are_refused(bench: Bench):
 def test_optim_step_refuses_bad_parameters_and_keeps_the_window(bench: Bench, name, value):
     session = bench.session()
     run(bench.trainer, session, batch(bench, 3), backward=True)
-    before = bench.trainer.adapter(session)
+    before = bench.trainer.weights(session)
     with pytest.raises(PostTrainingError, match=name) as error:
         bench.trainer.optim_step(session, replace(AdamParams(), **{name: value}))
     assert error.value.reason is Reason.INVALID_ARGUMENT
-    assert not changed(before, bench.trainer.adapter(session))
+    assert not changed(before, bench.trainer.weights(session))
     assert bench.trainer.has_gradients(session)

@@ -179,7 +179,7 @@ def test_training_follows_the_closed_form(succ16: Bench):
     oracle = load("builtin:bigram16").trainer()
     session = succ16.session(rank=4, alpha=8)
     oracle.create_session("o", head_lora(rank=4, alpha=8))
-    oracle.load("o", succ16.trainer.adapter(session), None)
+    oracle.load("o", succ16.trainer.weights(session), None)
     # With a tiny eps AdamW would blow rounding in gradients near 0 up to whole steps.
     adam = AdamParams(learning_rate=0.02, eps=1e-3, weight_decay=0.1, grad_clip_norm=3.0)
     windows = [
@@ -201,7 +201,7 @@ def test_training_follows_the_closed_form(succ16: Bench):
         norms = [m["unclipped_grad_l2:mean"] for m in metrics]
         # RMSNorm's epsilon and float32: 1e-4 of the norm, of weights that moved by 0.02 a step.
         assert norms[0] == pytest.approx(norms[1], rel=2e-4)
-    assert_same_adapter(succ16.trainer.adapter(session), oracle.adapter("o"), atol=1e-4)
+    assert_same_adapter(succ16.trainer.weights(session), oracle.weights("o"), atol=1e-4)
 
 
 # Steps
@@ -211,30 +211,30 @@ def test_all_zero_weights_add_nothing(succ16: Bench):
     zero = sample([3, 4, 5], [4, 5, 9], weights=[0.0, 0.0, 0.0])
     normal = sample(TOKENS, TARGETS)
     session = succ16.session()
-    before = succ16.trainer.adapter(session)
+    before = succ16.trainer.weights(session)
     assert run(succ16.trainer, session, [zero], backward=True).metrics["loss:sum"] == 0.0
     succ16.trainer.optim_step(session, AdamParams(learning_rate=0.1))
-    assert not changed(before, succ16.trainer.adapter(session))
+    assert not changed(before, succ16.trainer.weights(session))
     both, alone = succ16.session(), succ16.session()
     train(succ16.trainer, both, [zero, normal], adam=LINEAR)
     train(succ16.trainer, alone, [normal], adam=LINEAR)
-    assert_same_adapter(succ16.trainer.adapter(both), succ16.trainer.adapter(alone), atol=1e-6)
+    assert_same_adapter(succ16.trainer.weights(both), succ16.trainer.weights(alone), atol=1e-6)
 
 
 def test_optim_step_obeys_the_learning_rate_of_its_call(succ16: Bench):
     session = succ16.session()
-    first = succ16.trainer.adapter(session)
+    first = succ16.trainer.weights(session)
     train(succ16.trainer, session, [sample(TOKENS, TARGETS)], adam=AdamParams(learning_rate=0.0))
-    assert not changed(first, succ16.trainer.adapter(session))
+    assert not changed(first, succ16.trainer.weights(session))
     train(succ16.trainer, session, [sample(TOKENS, TARGETS)], adam=AdamParams(learning_rate=0.01))
-    second = succ16.trainer.adapter(session)
+    second = succ16.trainer.weights(session)
     # The same gradient twice: each step is exactly lr for every element that has a gradient.
     moves = np.abs(part(second, "lora_B.weight") - part(first, "lora_B.weight"))
     np.testing.assert_allclose(moves, 0.01, rtol=1e-4)
     # A's gradient is 0 while B is 0.
     assert np.array_equal(part(second, "lora_A.weight"), part(first, "lora_A.weight"))
     train(succ16.trainer, session, [sample(TOKENS, TARGETS)], adam=AdamParams(learning_rate=0.01))
-    third = succ16.trainer.adapter(session)
+    third = succ16.trainer.weights(session)
     assert not np.array_equal(part(third, "lora_A.weight"), part(first, "lora_A.weight"))
 
 
@@ -242,10 +242,10 @@ def test_optim_step_obeys_beta1_of_its_call(succ16: Bench):
     """With beta1 = 0 the direction is that of the current gradient alone."""
     session = succ16.session()
     train(succ16.trainer, session, [sample([3], [9])], adam=AdamParams(learning_rate=1e-4))
-    start = succ16.trainer.adapter(session)
+    start = succ16.trainer.weights(session)
     adam = AdamParams(learning_rate=0.01, beta1=0.0)
     train(succ16.trainer, session, [sample([3], [9], weights=[-0.01])], adam=adam)
-    after = succ16.trainer.adapter(session)
+    after = succ16.trainer.weights(session)
     moved = part(after, "lora_B.weight")[9] - part(start, "lora_B.weight")[9]
     # A negative weight makes token 9 less likely: row 9 moves against A @ h.
     assert np.array_equal(np.sign(moved), -np.sign(part(start, "lora_A.weight")[:, 3]))
@@ -253,10 +253,10 @@ def test_optim_step_obeys_beta1_of_its_call(succ16: Bench):
 
 def test_weight_decay_is_decoupled(succ16: Bench):
     session = succ16.session()
-    before = part(succ16.trainer.adapter(session), "lora_A.weight")
+    before = part(succ16.trainer.weights(session), "lora_A.weight")
     adam = AdamParams(learning_rate=0.5, weight_decay=0.1)
     train(succ16.trainer, session, [sample(TOKENS, TARGETS)], adam=adam)
-    after = part(succ16.trainer.adapter(session), "lora_A.weight")
+    after = part(succ16.trainer.weights(session), "lora_A.weight")
     np.testing.assert_allclose(after, before * 0.95, rtol=1e-6)
 
 
@@ -269,7 +269,7 @@ def test_three_passes_one_step_is_one_update(succ16: Bench):
     train(succ16.trainer, control, batch, adam=LINEAR)
     assert not succ16.trainer.has_gradients(session)
     assert succ16.trainer.optimizer_state(session).num_steps == 1
-    got, wanted = succ16.trainer.adapter(session), succ16.trainer.adapter(control)
+    got, wanted = succ16.trainer.weights(session), succ16.trainer.weights(control)
     assert_same_adapter(got, wanted, atol=1e-6)
 
 
@@ -280,7 +280,7 @@ def test_clipping_is_global_and_reports_the_norm_before_it(succ16: Bench):
     train(succ16.trainer, loose, batch, adam=replace(LINEAR, grad_clip_norm=norm * 1.01))
     half = replace(LINEAR, grad_clip_norm=norm / 2)
     assert train(succ16.trainer, clipped, batch, adam=half)["unclipped_grad_l2:mean"] == norm
-    b = [part(succ16.trainer.adapter(s), "lora_B.weight") for s in (free, loose, clipped)]
+    b = [part(succ16.trainer.weights(s), "lora_B.weight") for s in (free, loose, clipped)]
     assert np.array_equal(b[0], b[1])
     # B starts at 0, so its value is the step: half of it, up to the 1e-4 curvature of LINEAR.
     np.testing.assert_allclose(b[2], b[0] / 2, rtol=1e-3)
@@ -292,12 +292,12 @@ def test_weights_only_load_starts_the_optimizer_anew(succ16: Bench):
     for seed in (1, 2):
         batch = [random_sample(seed, 16, 6)]
         train(succ16.trainer, session, batch, adam=AdamParams(learning_rate=0.05))
-    saved = succ16.trainer.adapter(session)
+    saved = succ16.trainer.weights(session)
     succ16.trainer.load(session, saved, None)
     assert succ16.trainer.optimizer_state(session).num_steps == 0
     train(succ16.trainer, session, [sample(TOKENS, TARGETS)], adam=AdamParams(learning_rate=0.01))
     moves = np.abs(
-        part(succ16.trainer.adapter(session), "lora_B.weight") - part(saved, "lora_B.weight")
+        part(succ16.trainer.weights(session), "lora_B.weight") - part(saved, "lora_B.weight")
     )
     # A first step moves each element with a gradient by lr; float32 weights near 0.1 round to 1e-8.
     np.testing.assert_allclose(moves, 0.01, rtol=1e-4)
@@ -309,7 +309,7 @@ def test_weights_only_load_starts_the_optimizer_anew(succ16: Bench):
 @pytest.mark.parametrize("advantage", [1.0, 1e30])
 def test_overflowing_ratio_fails_and_the_session_goes_on(succ16: Bench, advantage):
     session, control, other = succ16.session(), succ16.session(), succ16.session()
-    before = succ16.trainer.adapter(session)
+    before = succ16.trainer.weights(session)
     good = sample([3], [9], logprobs=[MISS], advantages=[1.0])
     bad = sample([3], [4], logprobs=[-200.0], advantages=[advantage])
     with pytest.raises(PostTrainingError) as error:
@@ -317,12 +317,12 @@ def test_overflowing_ratio_fails_and_the_session_goes_on(succ16: Bench, advantag
     assert error.value.reason is Reason.NON_FINITE_LOSS
     assert error.value.metadata["sample"] == "1"
     assert not succ16.trainer.has_gradients(session)
-    assert not changed(before, succ16.trainer.adapter(session))
+    assert not changed(before, succ16.trainer.weights(session))
     for name in (session, control, other):
         train(succ16.trainer, name, [good], "importance_sampling", adam=LINEAR)
-    wanted = succ16.trainer.adapter(control)
-    assert_same_adapter(succ16.trainer.adapter(session), wanted, atol=1e-7)
-    assert_same_adapter(succ16.trainer.adapter(other), wanted, atol=1e-7)
+    wanted = succ16.trainer.weights(control)
+    assert_same_adapter(succ16.trainer.weights(session), wanted, atol=1e-7)
+    assert_same_adapter(succ16.trainer.weights(other), wanted, atol=1e-7)
 
 
 def test_failed_pass_leaves_the_gradient_of_earlier_ones(succ16: Bench):
@@ -334,7 +334,7 @@ def test_failed_pass_leaves_the_gradient_of_earlier_ones(succ16: Bench):
         run(succ16.trainer, session, [good, bad], "importance_sampling", backward=True)
     succ16.trainer.optim_step(session, LINEAR)
     train(succ16.trainer, control, [good], "importance_sampling", adam=LINEAR)
-    got, wanted = succ16.trainer.adapter(session), succ16.trainer.adapter(control)
+    got, wanted = succ16.trainer.weights(session), succ16.trainer.weights(control)
     assert_same_adapter(got, wanted, atol=1e-7)
 
 
@@ -349,15 +349,17 @@ def test_failed_pass_leaves_the_gradient_of_earlier_ones(succ16: Bench):
 def test_step_that_overflows_changes_nothing_and_clears_the_gradient(succ16: Bench, weight, adam):
     session = succ16.session()
     train(succ16.trainer, session, [sample([3], [9])], adam=LINEAR)
-    before, moments = succ16.trainer.adapter(session), succ16.trainer.optimizer_state(session)
+    before, moments = succ16.trainer.weights(session), succ16.trainer.optimizer_state(session)
     run(succ16.trainer, session, [sample([3], [9], weights=[weight])], backward=True)
     with pytest.raises(PostTrainingError) as error:
         succ16.trainer.optim_step(session, adam)
     assert error.value.reason is Reason.NON_FINITE_LOSS
     assert not succ16.trainer.has_gradients(session)
-    assert not changed(before, succ16.trainer.adapter(session))
+    assert not changed(before, succ16.trainer.weights(session))
     after = succ16.trainer.optimizer_state(session)
     assert after.num_steps == moments.num_steps == 1
-    for name in moments.exp_avg:
-        assert np.array_equal(after.exp_avg[name], moments.exp_avg[name])
-        assert np.array_equal(after.exp_avg_sq[name], moments.exp_avg_sq[name])
+    for name in moments.moments["exp_avg"]:
+        assert np.array_equal(after.moments["exp_avg"][name], moments.moments["exp_avg"][name])
+        assert np.array_equal(
+            after.moments["exp_avg_sq"][name], moments.moments["exp_avg_sq"][name]
+        )

@@ -249,7 +249,7 @@ def _train(trainer: TorchTrainer) -> Mapping[str, np.ndarray]:
     for _ in range(8):
         trainer.run(Pass(session="s", samples=[one, one], backward=True))
         trainer.optim_step("s", AdamParams())
-    return trainer.adapter("s").tensors
+    return trainer.weights("s").tensors
 
 
 # Seeds

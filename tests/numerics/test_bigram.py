@@ -26,7 +26,7 @@ class TorchBigram:
     """Weights are rounded to float32 after each step, as the numpy model keeps them."""
 
     def __init__(self, base: BigramModel, trainer: BigramTrainer, session: str) -> None:
-        tensors = trainer.adapter(session).tensors
+        tensors = trainer.weights(session).tensors
         self.a = torch.nn.Parameter(torch.tensor(tensors[LORA_A], dtype=torch.float64))
         self.b = torch.nn.Parameter(torch.tensor(tensors[LORA_B], dtype=torch.float64))
         self._head = torch.tensor(base.head)
@@ -86,7 +86,7 @@ def test_training_equals_autograd_and_torch_adamw(loss: str, width: int | None):
         )
         optimizer.step()
         optimizer.zero_grad()
-    tensors = trainer.adapter("s").tensors
+    tensors = trainer.weights("s").tensors
     assert np.abs(tensors[LORA_B]).max() > 0.02
     np.testing.assert_allclose(tensors[LORA_A], twin.a.detach(), atol=2e-6)
     np.testing.assert_allclose(tensors[LORA_B], twin.b.detach(), atol=2e-6)

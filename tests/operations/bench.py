@@ -24,7 +24,7 @@ from backend.operations.session import Session
 from backend.operations.trainer_thread import TrainerThread
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
-from backend.trainer.base import AdamParams, Adapter, LoraConfig, Pass, PassResult
+from backend.trainer.base import LoraConfig, OptimParams, Pass, PassResult, Weights
 from together_post_training.v1 import data_pb2, sessions_pb2
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
@@ -53,14 +53,14 @@ class WatchedTrainer(bigram.BigramTrainer):
             raise self.raises
         return super().run(work)
 
-    def optim_step(self, session: str, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
         if self.step_raises is not None:
             raise self.step_raises
         return super().optim_step(session, params)
 
 
 class Publisher:
-    async def publish(self, session: Session, sequence: int, adapter: Adapter) -> str:
+    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
         return f"snapshots/session:{session.id}:{sequence}"
 
 
@@ -88,8 +88,8 @@ class Bench:
     async def ended(self, sequence: int) -> pb.Operation:
         return await self.registry.wait((self.session.id, sequence), 10.0)
 
-    def adapter(self) -> Adapter:
-        return self.trainer.adapter(self.session.id)
+    def adapter(self) -> Weights:
+        return self.trainer.weights(self.session.id)
 
 
 @asynccontextmanager
@@ -108,7 +108,7 @@ async def bench(journal: Journal | None = None, *, max_held: int = 100) -> Async
         await kept.put_session(SessionEntry(session=shown, digest=b""))
         session = Session(
             shown=shown,
-            lora=LORA,
+            weights=LORA,
             sequencer=Sequencer(max_held=max_held, gap_timeout_s=60.0, now=0.0),
             policy_version=0,
             last_request_time=0.0,
@@ -175,8 +175,8 @@ def overflowing(sequence: int, **fields: int) -> t.ForwardBackwardRequest:
 
 
 def step(sequence: int, learning_rate: float = 0.1, **fields: int) -> t.OptimStepRequest:
-    adam = t.AdamParams(learning_rate=learning_rate, eps=1e-3)
-    return t.OptimStepRequest(session="s", sequence=sequence, adam=adam, **fields)
+    adam = t.AdamParams(learning_rate=learning_rate, eps=1e-3, grad_clip_norm=0)
+    return t.OptimStepRequest(session="s", sequence=sequence, adam=adam, **fields)  # pyright: ignore
 
 
 _KINDS = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
-from backend.trainer.base import AdamParams, Adapter, Pass
+from backend.trainer.base import AdamParams, Pass, Weights
 from tests.operations.bench import (
     LORA,
     MODEL,
@@ -52,7 +52,7 @@ def request(kind: Kind, sequence: int, **fields: int) -> Message:
             return step(sequence, **fields)
 
 
-def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Adapter:
+def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Weights:
     """Trains on nothing but these: for each window, the numbers of its good operations."""
     trainer = bigram.BigramTrainer(bigram.load(MODEL))
     trainer.create_session("s", LORA)
@@ -63,10 +63,10 @@ def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Adapter:
             trainer.run(work)
         if window:
             trainer.optim_step("s", AdamParams(learning_rate=0.1, eps=1e-3))
-    return trainer.adapter("s")
+    return trainer.weights("s")
 
 
-def assert_same_weights(got: Adapter, expected: Adapter) -> None:
+def assert_same_weights(got: Weights, expected: Weights) -> None:
     """To the bit: the same operations in the same order."""
     for name, tensor in expected.tensors.items():
         np.testing.assert_array_equal(got.tensors[name], tensor)

@@ -70,7 +70,7 @@ def test_session_seeds_differ_when_absent_and_an_explicit_0_is_0(caller: Caller)
         (lora(rank=65), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "1 to 64"),
         (lora(alpha=0), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "alpha 0"),
         (lora(alpha=float("nan")), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "alpha nan"),
-        (lora(dropout=0.1), "UNIMPLEMENTED", "UNIMPLEMENTED", "0.1"),
+        (lora(dropout=1.0), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "dropout 1"),
         (
             lora(train_attn=False, train_mlp=False, train_unembed=False),
             "INVALID_ARGUMENT",
@@ -204,7 +204,7 @@ def test_stopped_session_frees_its_place_and_leaves_others_alone(watched: Runnin
     )
     assert refused.reason == "SESSION_STOPPED"
     with pytest.raises(Exception, match="Unknown session"):
-        watched.watched.adapter(a.id)
+        watched.watched.weights(a.id)
 
 
 def test_missing_numbers_of_a_silent_caller_are_given_up(tmp_path: Path):

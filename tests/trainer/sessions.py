@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from backend.trainer.base import AdamParams, Adapter, Trainer
+from backend.trainer.base import AdamParams, Trainer, Weights
 from together_post_training.samples import Sample
 
 # A step that moves nothing and leaves the gradient itself as the first moment.
 _SHOW_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0)
 
 
-def random_adapter(trainer: Trainer, session: str, *, seed: int = 0, size: float = 0.2) -> Adapter:
+def random_adapter(trainer: Trainer, session: str, *, seed: int = 0, size: float = 0.2) -> Weights:
     """Of the session's shape, A and B both random: nothing hides behind B = 0."""
-    fresh = trainer.adapter(session)
+    fresh = trainer.weights(session)
     rng = np.random.default_rng(seed)
     tensors = {
         name: rng.normal(scale=size, size=tensor.shape).astype(np.float32)
@@ -28,7 +28,7 @@ def random_adapter(trainer: Trainer, session: str, *, seed: int = 0, size: float
 def take_gradient(trainer: Trainer, session: str) -> dict[str, np.ndarray]:
     """The window's gradient, by tensor name; consumes the window and leaves the weights as they are."""
     trainer.optim_step(session, _SHOW_GRADIENT)
-    return dict(trainer.optimizer_state(session).exp_avg)
+    return dict(trainer.optimizer_state(session).moments["exp_avg"])
 
 
 def joined(tensors: dict[str, np.ndarray], names: Sequence[str]) -> np.ndarray:

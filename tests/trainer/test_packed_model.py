@@ -36,7 +36,7 @@ def slots_of(model: PackedModel) -> list[AdapterSlot]:
 def gradient_of(slot: AdapterSlot) -> np.ndarray:
     slot.commit_pass()
     slot.optim_step(SHOW_GRADIENT)
-    return np.concatenate([t.ravel() for t in slot.optimizer_state().exp_avg.values()])
+    return np.concatenate([t.ravel() for t in slot.optimizer_state().moments["exp_avg"].values()])
 
 
 @pytest.mark.parametrize("chunk_values", [1, 2**23])

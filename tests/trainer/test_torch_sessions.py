@@ -22,7 +22,7 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 
 def modules(trainer: TorchTrainer, lora: LoraConfig) -> set[str]:
     trainer.create_session("m", lora)
-    names = trainer.adapter("m").tensors
+    names = trainer.weights("m").tensors
     assert all(name.startswith("base_model.model.") for name in names)
     return {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in names}
 
@@ -50,7 +50,7 @@ def test_head_is_trained_apart_from_the_embedding(base_of, tied):
     trainer = TorchTrainer(base)
     trainer.create_session("s", replace(LORA, train_attn=False, train_mlp=False))
     train(trainer, "s", [random_sample(1, 128, 9)], adam=AdamParams(learning_rate=0.1))
-    assert set(trainer.adapter("s").tensors) == {
+    assert set(trainer.weights("s").tensors) == {
         "base_model.model.lm_head.lora_A.weight",
         "base_model.model.lm_head.lora_B.weight",
     }
@@ -71,22 +71,22 @@ def test_seed_gives_each_layer_a_stream_of_its_own(trainer: TorchTrainer):
     trainer.create_session("b", replace(LORA, seed=1, rank=7))
     trainer.create_session("c", LORA)
     assert torch.equal(torch.get_rng_state(), state)
-    first, second = trainer.adapter("a"), trainer.adapter("c")
+    first, second = trainer.weights("a"), trainer.weights("c")
     assert not changed(first, second)
     a = {n: t for n, t in first.tensors.items() if n.endswith("lora_A.weight")}
     assert len({t.tobytes() for t in a.values()}) == len(a)
     only_attn = replace(LORA, train_mlp=False, train_unembed=False)
     trainer.create_session("d", only_attn)
-    for name, tensor in trainer.adapter("d").tensors.items():
+    for name, tensor in trainer.weights("d").tensors.items():
         assert np.array_equal(tensor, first.tensors[name])
     trainer.create_session("e", replace(LORA, seed=-1))
     trainer.create_session("f", replace(LORA, seed=2**63))
-    assert changed(trainer.adapter("e"), trainer.adapter("f")) == set(a)
+    assert changed(trainer.weights("e"), trainer.weights("f")) == set(a)
 
 
 def test_a_is_uniform_within_one_over_the_root_of_its_width(trainer: TorchTrainer):
     trainer.create_session("s", replace(LORA, rank=64))
-    for name, tensor in trainer.adapter("s").tensors.items():
+    for name, tensor in trainer.weights("s").tensors.items():
         if name.endswith("lora_A.weight"):
             bound = tensor.shape[1] ** -0.5
             assert np.abs(tensor).max() <= bound
@@ -109,7 +109,7 @@ def test_sessions_of_different_rank_each_equal_their_solo_run(base_of):
         alone.create_session(name, config)
         for _ in range(3):
             train(alone, name, data[name], adam=adam)
-        assert not changed(together.adapter(name), alone.adapter(name))
+        assert not changed(together.weights(name), alone.weights(name))
 
 
 def test_rank_above_the_models_limit_is_refused_with_the_limit(trainer: TorchTrainer):
@@ -152,7 +152,7 @@ def test_unknown_and_duplicate_sessions_are_refused(trainer: TorchTrainer):
         trainer.create_session("s", LORA)
     assert error.value.reason is Reason.SESSION_EXISTS
     trainer.delete_session("s")
-    for call in (trainer.delete_session, trainer.adapter, trainer.has_gradients):
+    for call in (trainer.delete_session, trainer.weights, trainer.has_gradients):
         with pytest.raises(PostTrainingError) as error:
             call("s")
         assert error.value.reason is Reason.SESSION_NOT_FOUND
@@ -165,13 +165,13 @@ def test_checkpoint_of_another_shape_is_refused_by_tensor_and_changes_nothing(
     trainer.create_session("other", replace(LORA, rank=5))
     trainer.create_session("head", replace(LORA, train_attn=False, train_mlp=False))
     train(trainer, "s", [random_sample(1, 128, 9)], adam=AdamParams(learning_rate=0.1))
-    before, moments = trainer.adapter("s"), trainer.optimizer_state("s")
+    before, moments = trainer.weights("s"), trainer.optimizer_state("s")
     for session, fault in (("other", r"misshapen: .*lora_A"), ("head", r"missing: .*down_proj")):
-        foreign = replace(trainer.adapter(session), lora=LORA)
+        foreign = replace(trainer.weights(session), lora=LORA)
         with pytest.raises(PostTrainingError, match=fault) as error:
             trainer.load("s", foreign, None)
         assert error.value.reason is Reason.INCOMPATIBLE_CHECKPOINT
-    assert not changed(before, trainer.adapter("s"))
+    assert not changed(before, trainer.weights("s"))
     assert trainer.optimizer_state("s").num_steps == moments.num_steps == 1
 
 
@@ -182,10 +182,10 @@ def test_resuming_with_moments_equals_never_stopping(trainer: TorchTrainer):
         for seed in (1, 2):
             train(trainer, session, [random_sample(seed, 128, 9)], adam=adam)
     trainer.create_session("resumed", replace(LORA, seed=9))
-    trainer.load("resumed", trainer.adapter("first"), trainer.optimizer_state("first"))
+    trainer.load("resumed", trainer.weights("first"), trainer.optimizer_state("first"))
     for session in ("whole", "resumed"):
         train(trainer, session, [random_sample(3, 128, 9)], adam=adam)
-    assert not changed(trainer.adapter("whole"), trainer.adapter("resumed"))
+    assert not changed(trainer.weights("whole"), trainer.weights("resumed"))
 
 
 def test_deleted_session_frees_its_memory(trainer: TorchTrainer):

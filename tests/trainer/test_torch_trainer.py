@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.trainer.base import AdamParams, LoraConfig
+from backend.trainer.base import AdamParams, Adapter, LoraConfig
 from backend.trainer.targets import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import forward, random_sample, run, sample, train
@@ -35,6 +35,7 @@ def trained(trainer: TorchTrainer, session: str = "s", lora: LoraConfig = LORA):
     """A session with random weights, and the plain model under the same adapter."""
     trainer.create_session(session, lora)
     adapter = random_adapter(trainer, session)
+    assert isinstance(adapter, Adapter)
     trainer.load(session, adapter, None)
     return adapter
 
@@ -136,11 +137,11 @@ def test_part_of_the_modules_trains_like_plain_peft(base_of, directory_of, lora)
 def test_every_b_moves_in_the_first_step_and_every_a_from_the_second_on(trainer: TorchTrainer):
     """While B is 0 the gradient of A is 0. (There is no gradient checkpointing that could lose one.)"""
     trainer.create_session("s", LORA)
-    start = trainer.adapter("s").tensors
+    start = trainer.weights("s").tensors
     train(trainer, "s", batch(12), adam=AdamParams(learning_rate=0.1))
-    first = trainer.adapter("s").tensors
+    first = trainer.weights("s").tensors
     train(trainer, "s", batch(12), adam=AdamParams(learning_rate=0.1))
-    second = trainer.adapter("s").tensors
+    second = trainer.weights("s").tensors
     for name in start:
         if name.endswith("lora_B.weight"):
             assert first[name].any(axis=1).all()

@@ -27,7 +27,7 @@ from together_post_training.v1 import sessions_pb2 as together__post__training_d
 from together_post_training.v1 import trainer_pb2 as together__post__training_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+together_post_training/v1/checkpoints.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a(together_post_training/v1/sessions.proto\x1a\'together_post_training/v1/trainer.proto\"\xd7\x03\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x37\n\x04kind\x18\x02 \x01(\x0e\x32).together_post_training.v1.CheckpointKind\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rhas_optimizer\x18\x07 \x01(\x08\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12N\n\ruser_metadata\x18\x0b \x03(\x0b\x32\x37.together_post_training.v1.Checkpoint.UserMetadataEntry\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"c\n\x16ListCheckpointsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"n\n\x17ListCheckpointsResponse\x12:\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32%.together_post_training.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\")\n\x19\x44ownloadCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"`\n\x1a\x44ownloadCheckpointResponse\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x32\xf9\x03\n\x11\x43heckpointService\x12g\n\rGetCheckpoint\x12/.together_post_training.v1.GetCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12x\n\x0fListCheckpoints\x12\x31.together_post_training.v1.ListCheckpointsRequest\x1a\x32.together_post_training.v1.ListCheckpointsResponse\x12{\n\x10\x44\x65leteCheckpoint\x12\x32.together_post_training.v1.DeleteCheckpointRequest\x1a\x33.together_post_training.v1.DeleteCheckpointResponse\x12\x83\x01\n\x12\x44ownloadCheckpoint\x12\x34.together_post_training.v1.DownloadCheckpointRequest\x1a\x35.together_post_training.v1.DownloadCheckpointResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+together_post_training/v1/checkpoints.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a(together_post_training/v1/sessions.proto\x1a\'together_post_training/v1/trainer.proto\"\xda\x04\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x37\n\x04kind\x18\x02 \x01(\x0e\x32).together_post_training.v1.CheckpointKind\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rhas_optimizer\x18\x07 \x01(\x08\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12N\n\ruser_metadata\x18\x0b \x03(\x0b\x32\x37.together_post_training.v1.Checkpoint.UserMetadataEntry\x12\x42\n\x0c\x66ull_weights\x18\x0c \x01(\x0b\x32,.together_post_training.v1.FullWeightsConfig\x12=\n\toptimizer\x18\r \x01(\x0b\x32*.together_post_training.v1.OptimizerConfig\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"c\n\x16ListCheckpointsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"n\n\x17ListCheckpointsResponse\x12:\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32%.together_post_training.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\")\n\x19\x44ownloadCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"`\n\x1a\x44ownloadCheckpointResponse\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x32\xf9\x03\n\x11\x43heckpointService\x12g\n\rGetCheckpoint\x12/.together_post_training.v1.GetCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12x\n\x0fListCheckpoints\x12\x31.together_post_training.v1.ListCheckpointsRequest\x1a\x32.together_post_training.v1.ListCheckpointsResponse\x12{\n\x10\x44\x65leteCheckpoint\x12\x32.together_post_training.v1.DeleteCheckpointRequest\x1a\x33.together_post_training.v1.DeleteCheckpointResponse\x12\x83\x01\n\x12\x44ownloadCheckpoint\x12\x34.together_post_training.v1.DownloadCheckpointRequest\x1a\x35.together_post_training.v1.DownloadCheckpointResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINT_USERMETADATAENTRY']._loaded_options = None
   _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_CHECKPOINT']._serialized_start=191
-  _globals['_CHECKPOINT']._serialized_end=662
-  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_start=611
-  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_end=662
-  _globals['_GETCHECKPOINTREQUEST']._serialized_start=664
-  _globals['_GETCHECKPOINTREQUEST']._serialized_end=700
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=702
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=801
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=803
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=913
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=915
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=954
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=956
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=982
-  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_start=984
-  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_end=1025
-  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_start=1027
-  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_end=1123
-  _globals['_CHECKPOINTSERVICE']._serialized_start=1126
-  _globals['_CHECKPOINTSERVICE']._serialized_end=1631
+  _globals['_CHECKPOINT']._serialized_end=793
+  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_start=742
+  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_end=793
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=795
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=831
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=833
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=932
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=934
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1044
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=1046
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=1085
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=1087
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=1113
+  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_start=1115
+  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_end=1156
+  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_start=1158
+  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_end=1254
+  _globals['_CHECKPOINTSERVICE']._serialized_start=1257
+  _globals['_CHECKPOINTSERVICE']._serialized_end=1762
 # @@protoc_insertion_point(module_scope)

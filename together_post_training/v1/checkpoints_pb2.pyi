@@ -12,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Checkpoint(_message.Message):
-    __slots__ = ("path", "kind", "session", "base_model", "lora", "policy_version", "has_optimizer", "size_bytes", "create_time", "expire_time", "user_metadata")
+    __slots__ = ("path", "kind", "session", "base_model", "lora", "policy_version", "has_optimizer", "size_bytes", "create_time", "expire_time", "user_metadata", "full_weights", "optimizer")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class Checkpoint(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    FULL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     path: str
     kind: _trainer_pb2.CheckpointKind
     session: str
@@ -42,7 +44,9 @@ class Checkpoint(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     expire_time: _timestamp_pb2.Timestamp
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, path: _Optional[str] = ..., kind: _Optional[_Union[_trainer_pb2.CheckpointKind, str]] = ..., session: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_sessions_pb2.LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., has_optimizer: bool = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    full_weights: _sessions_pb2.FullWeightsConfig
+    optimizer: _sessions_pb2.OptimizerConfig
+    def __init__(self, path: _Optional[str] = ..., kind: _Optional[_Union[_trainer_pb2.CheckpointKind, str]] = ..., session: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_sessions_pb2.LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., has_optimizer: bool = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., full_weights: _Optional[_Union[_sessions_pb2.FullWeightsConfig, _Mapping]] = ..., optimizer: _Optional[_Union[_sessions_pb2.OptimizerConfig, _Mapping]] = ...) -> None: ...
 
 class GetCheckpointRequest(_message.Message):
     __slots__ = ("path",)

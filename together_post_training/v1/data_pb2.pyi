@@ -132,7 +132,7 @@ class TokenSpan(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LossConfig(_message.Message):
-    __slots__ = ("type", "params")
+    __slots__ = ("type", "params", "options")
     class ParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -140,8 +140,17 @@ class LossConfig(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TYPE_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     type: str
     params: _containers.ScalarMap[str, float]
-    def __init__(self, type: _Optional[str] = ..., params: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    options: _containers.ScalarMap[str, str]
+    def __init__(self, type: _Optional[str] = ..., params: _Optional[_Mapping[str, float]] = ..., options: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -49,7 +49,7 @@ OPERATION_STATE_FAILED: OperationState
 OPERATION_STATE_CANCELLED: OperationState
 
 class Operation(_message.Message):
-    __slots__ = ("name", "kind", "state", "create_time", "start_time", "end_time", "error", "forward_backward", "optim_step", "weights_sync", "save_checkpoint", "load_checkpoint")
+    __slots__ = ("name", "kind", "state", "create_time", "start_time", "end_time", "error", "forward_backward", "optim_step", "weights_sync", "save_checkpoint", "load_checkpoint", "warnings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Operation(_message.Message):
     WEIGHTS_SYNC_FIELD_NUMBER: _ClassVar[int]
     SAVE_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     LOAD_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: OperationKind
     state: OperationState
@@ -74,7 +75,8 @@ class Operation(_message.Message):
     weights_sync: WeightsSyncResult
     save_checkpoint: SaveCheckpointResult
     load_checkpoint: LoadCheckpointResult
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., state: _Optional[_Union[OperationState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_errors_pb2.Error, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackwardResult, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStepResult, _Mapping]] = ..., weights_sync: _Optional[_Union[WeightsSyncResult, _Mapping]] = ..., save_checkpoint: _Optional[_Union[SaveCheckpointResult, _Mapping]] = ..., load_checkpoint: _Optional[_Union[LoadCheckpointResult, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., state: _Optional[_Union[OperationState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_errors_pb2.Error, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackwardResult, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStepResult, _Mapping]] = ..., weights_sync: _Optional[_Union[WeightsSyncResult, _Mapping]] = ..., save_checkpoint: _Optional[_Union[SaveCheckpointResult, _Mapping]] = ..., load_checkpoint: _Optional[_Union[LoadCheckpointResult, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ForwardBackwardResult(_message.Message):
     __slots__ = ("loss_fn_outputs", "metrics")

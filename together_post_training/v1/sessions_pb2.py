@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(together_post_training/v1/sessions.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf3\x03\n\x07Session\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x16\n\x0emodel_resource\x18\x03 \x01(\t\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.together_post_training.v1.SessionState\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rlast_sequence\x18\x07 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x11last_request_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12K\n\ruser_metadata\x18\n \x03(\x0b\x32\x34.together_post_training.v1.Session.UserMetadataEntry\x12\x14\n\x0cresumed_from\x18\x0b \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x0c \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x80\x02\n\nLoraConfig\x12\x11\n\x04rank\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05\x61lpha\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\ntrain_attn\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x16\n\ttrain_mlp\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\rtrain_unembed\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x14\n\x07\x64ropout\x18\x07 \x01(\x01H\x06\x88\x01\x01\x42\x07\n\x05_rankB\x08\n\x06_alphaB\x07\n\x05_seedB\r\n\x0b_train_attnB\x0c\n\n_train_mlpB\x10\n\x0e_train_unembedB\n\n\x08_dropout\"\xbd\x02\n\x14\x43reateSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x33\n\x04lora\x18\x03 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x13\n\x0bresume_from\x18\x04 \x01(\t\x12\x16\n\x0eload_optimizer\x18\x05 \x01(\x08\x12X\n\ruser_metadata\x18\x06 \x03(\x0b\x32\x41.together_post_training.v1.CreateSessionRequest.UserMetadataEntry\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"O\n\x13ListSessionsRequest\x12\x16\n\tpage_size\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x02 \x01(\tB\x0c\n\n_page_size\"e\n\x14ListSessionsResponse\x12\x34\n\x08sessions\x18\x01 \x03(\x0b\x32\".together_post_training.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x17HeartbeatSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1a\n\x18HeartbeatSessionResponse\" \n\x12StopSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t*{\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_STATE_RUNNING\x10\x01\x12\x19\n\x15SESSION_STATE_STOPPED\x10\x02\x12\x16\n\x12SESSION_STATE_LOST\x10\x03\x32\xa6\x04\n\x0eSessionService\x12\x64\n\rCreateSession\x12/.together_post_training.v1.CreateSessionRequest\x1a\".together_post_training.v1.Session\x12^\n\nGetSession\x12,.together_post_training.v1.GetSessionRequest\x1a\".together_post_training.v1.Session\x12o\n\x0cListSessions\x12..together_post_training.v1.ListSessionsRequest\x1a/.together_post_training.v1.ListSessionsResponse\x12{\n\x10HeartbeatSession\x12\x32.together_post_training.v1.HeartbeatSessionRequest\x1a\x33.together_post_training.v1.HeartbeatSessionResponse\x12`\n\x0bStopSession\x12-.together_post_training.v1.StopSessionRequest\x1a\".together_post_training.v1.Sessionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(together_post_training/v1/sessions.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf6\x04\n\x07Session\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x16\n\x0emodel_resource\x18\x03 \x01(\t\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.together_post_training.v1.SessionState\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rlast_sequence\x18\x07 \x01(\x04\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x11last_request_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12K\n\ruser_metadata\x18\n \x03(\x0b\x32\x34.together_post_training.v1.Session.UserMetadataEntry\x12\x14\n\x0cresumed_from\x18\x0b \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x0c \x01(\t\x12\x42\n\x0c\x66ull_weights\x18\r \x01(\x0b\x32,.together_post_training.v1.FullWeightsConfig\x12=\n\toptimizer\x18\x0e \x01(\x0b\x32*.together_post_training.v1.OptimizerConfig\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x98\x02\n\nLoraConfig\x12\x11\n\x04rank\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05\x61lpha\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\ntrain_attn\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x16\n\ttrain_mlp\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\rtrain_unembed\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x14\n\x07\x64ropout\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x16\n\x0etarget_modules\x18\x08 \x03(\tB\x07\n\x05_rankB\x08\n\x06_alphaB\x07\n\x05_seedB\r\n\x0b_train_attnB\x0c\n\n_train_mlpB\x10\n\x0e_train_unembedB\n\n\x08_dropout\"\x13\n\x11\x46ullWeightsConfig\"\xc6\x01\n\x0fOptimizerConfig\x12\x37\n\x05\x61\x64\x61mw\x18\x01 \x01(\x0b\x32&.together_post_training.v1.AdamWConfigH\x00\x12\x35\n\x04muon\x18\x02 \x01(\x0b\x32%.together_post_training.v1.MuonConfigH\x00\x12\x39\n\x06\x64imuon\x18\x03 \x01(\x0b\x32\'.together_post_training.v1.DimuonConfigH\x00\x42\x08\n\x06\x66\x61mily\"\r\n\x0b\x41\x64\x61mWConfig\"V\n\nMuonConfig\x12H\n\x10scaling_strategy\x18\x01 \x01(\x0e\x32..together_post_training.v1.MuonScalingStrategy\"\x0e\n\x0c\x44imuonConfig\"\xc0\x03\n\x14\x43reateSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x33\n\x04lora\x18\x03 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x42\n\x0c\x66ull_weights\x18\x08 \x01(\x0b\x32,.together_post_training.v1.FullWeightsConfig\x12=\n\toptimizer\x18\t \x01(\x0b\x32*.together_post_training.v1.OptimizerConfig\x12\x13\n\x0bresume_from\x18\x04 \x01(\t\x12\x16\n\x0eload_optimizer\x18\x05 \x01(\x08\x12X\n\ruser_metadata\x18\x06 \x03(\x0b\x32\x41.together_post_training.v1.CreateSessionRequest.UserMetadataEntry\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"O\n\x13ListSessionsRequest\x12\x16\n\tpage_size\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x02 \x01(\tB\x0c\n\n_page_size\"e\n\x14ListSessionsResponse\x12\x34\n\x08sessions\x18\x01 \x03(\x0b\x32\".together_post_training.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"%\n\x17HeartbeatSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1a\n\x18HeartbeatSessionResponse\" \n\x12StopSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t*{\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_STATE_RUNNING\x10\x01\x12\x19\n\x15SESSION_STATE_STOPPED\x10\x02\x12\x16\n\x12SESSION_STATE_LOST\x10\x03*\x86\x01\n\x13MuonScalingStrategy\x12%\n!MUON_SCALING_STRATEGY_UNSPECIFIED\x10\x00\x12$\n MUON_SCALING_STRATEGY_MATCH_ADAM\x10\x01\x12\"\n\x1eMUON_SCALING_STRATEGY_ORIGINAL\x10\x02\x32\xa6\x04\n\x0eSessionService\x12\x64\n\rCreateSession\x12/.together_post_training.v1.CreateSessionRequest\x1a\".together_post_training.v1.Session\x12^\n\nGetSession\x12,.together_post_training.v1.GetSessionRequest\x1a\".together_post_training.v1.Session\x12o\n\x0cListSessions\x12..together_post_training.v1.ListSessionsRequest\x1a/.together_post_training.v1.ListSessionsResponse\x12{\n\x10HeartbeatSession\x12\x32.together_post_training.v1.HeartbeatSessionRequest\x1a\x33.together_post_training.v1.HeartbeatSessionResponse\x12`\n\x0bStopSession\x12-.together_post_training.v1.StopSessionRequest\x1a\".together_post_training.v1.Sessionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +36,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSION_USERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._loaded_options = None
   _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_SESSIONSTATE']._serialized_start=1503
-  _globals['_SESSIONSTATE']._serialized_end=1626
+  _globals['_SESSIONSTATE']._serialized_start=2130
+  _globals['_SESSIONSTATE']._serialized_end=2253
+  _globals['_MUONSCALINGSTRATEGY']._serialized_start=2256
+  _globals['_MUONSCALINGSTRATEGY']._serialized_end=2390
   _globals['_SESSION']._serialized_start=105
-  _globals['_SESSION']._serialized_end=604
-  _globals['_SESSION_USERMETADATAENTRY']._serialized_start=553
-  _globals['_SESSION_USERMETADATAENTRY']._serialized_end=604
-  _globals['_LORACONFIG']._serialized_start=607
-  _globals['_LORACONFIG']._serialized_end=863
-  _globals['_CREATESESSIONREQUEST']._serialized_start=866
-  _globals['_CREATESESSIONREQUEST']._serialized_end=1183
-  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_start=553
-  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_end=604
-  _globals['_GETSESSIONREQUEST']._serialized_start=1185
-  _globals['_GETSESSIONREQUEST']._serialized_end=1216
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1218
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1297
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1299
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1400
-  _globals['_HEARTBEATSESSIONREQUEST']._serialized_start=1402
-  _globals['_HEARTBEATSESSIONREQUEST']._serialized_end=1439
-  _globals['_HEARTBEATSESSIONRESPONSE']._serialized_start=1441
-  _globals['_HEARTBEATSESSIONRESPONSE']._serialized_end=1467
-  _globals['_STOPSESSIONREQUEST']._serialized_start=1469
-  _globals['_STOPSESSIONREQUEST']._serialized_end=1501
-  _globals['_SESSIONSERVICE']._serialized_start=1629
-  _globals['_SESSIONSERVICE']._serialized_end=2179
+  _globals['_SESSION']._serialized_end=735
+  _globals['_SESSION_USERMETADATAENTRY']._serialized_start=684
+  _globals['_SESSION_USERMETADATAENTRY']._serialized_end=735
+  _globals['_LORACONFIG']._serialized_start=738
+  _globals['_LORACONFIG']._serialized_end=1018
+  _globals['_FULLWEIGHTSCONFIG']._serialized_start=1020
+  _globals['_FULLWEIGHTSCONFIG']._serialized_end=1039
+  _globals['_OPTIMIZERCONFIG']._serialized_start=1042
+  _globals['_OPTIMIZERCONFIG']._serialized_end=1240
+  _globals['_ADAMWCONFIG']._serialized_start=1242
+  _globals['_ADAMWCONFIG']._serialized_end=1255
+  _globals['_MUONCONFIG']._serialized_start=1257
+  _globals['_MUONCONFIG']._serialized_end=1343
+  _globals['_DIMUONCONFIG']._serialized_start=1345
+  _globals['_DIMUONCONFIG']._serialized_end=1359
+  _globals['_CREATESESSIONREQUEST']._serialized_start=1362
+  _globals['_CREATESESSIONREQUEST']._serialized_end=1810
+  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_start=684
+  _globals['_CREATESESSIONREQUEST_USERMETADATAENTRY']._serialized_end=735
+  _globals['_GETSESSIONREQUEST']._serialized_start=1812
+  _globals['_GETSESSIONREQUEST']._serialized_end=1843
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1845
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1924
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1926
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2027
+  _globals['_HEARTBEATSESSIONREQUEST']._serialized_start=2029
+  _globals['_HEARTBEATSESSIONREQUEST']._serialized_end=2066
+  _globals['_HEARTBEATSESSIONRESPONSE']._serialized_start=2068
+  _globals['_HEARTBEATSESSIONRESPONSE']._serialized_end=2094
+  _globals['_STOPSESSIONREQUEST']._serialized_start=2096
+  _globals['_STOPSESSIONREQUEST']._serialized_end=2128
+  _globals['_SESSIONSERVICE']._serialized_start=2393
+  _globals['_SESSIONSERVICE']._serialized_end=2943
 # @@protoc_insertion_point(module_scope)

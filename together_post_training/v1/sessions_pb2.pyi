@@ -16,13 +16,22 @@ class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SESSION_STATE_RUNNING: _ClassVar[SessionState]
     SESSION_STATE_STOPPED: _ClassVar[SessionState]
     SESSION_STATE_LOST: _ClassVar[SessionState]
+
+class MuonScalingStrategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MUON_SCALING_STRATEGY_UNSPECIFIED: _ClassVar[MuonScalingStrategy]
+    MUON_SCALING_STRATEGY_MATCH_ADAM: _ClassVar[MuonScalingStrategy]
+    MUON_SCALING_STRATEGY_ORIGINAL: _ClassVar[MuonScalingStrategy]
 SESSION_STATE_UNSPECIFIED: SessionState
 SESSION_STATE_RUNNING: SessionState
 SESSION_STATE_STOPPED: SessionState
 SESSION_STATE_LOST: SessionState
+MUON_SCALING_STRATEGY_UNSPECIFIED: MuonScalingStrategy
+MUON_SCALING_STRATEGY_MATCH_ADAM: MuonScalingStrategy
+MUON_SCALING_STRATEGY_ORIGINAL: MuonScalingStrategy
 
 class Session(_message.Message):
-    __slots__ = ("id", "base_model", "model_resource", "state", "lora", "policy_version", "last_sequence", "create_time", "last_request_time", "user_metadata", "resumed_from", "display_name")
+    __slots__ = ("id", "base_model", "model_resource", "state", "lora", "policy_version", "last_sequence", "create_time", "last_request_time", "user_metadata", "resumed_from", "display_name", "full_weights", "optimizer")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +51,8 @@ class Session(_message.Message):
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FROM_FIELD_NUMBER: _ClassVar[int]
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    FULL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     id: str
     base_model: str
     model_resource: str
@@ -54,10 +65,12 @@ class Session(_message.Message):
     user_metadata: _containers.ScalarMap[str, str]
     resumed_from: str
     display_name: str
-    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., model_resource: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., last_sequence: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_request_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., resumed_from: _Optional[str] = ..., display_name: _Optional[str] = ...) -> None: ...
+    full_weights: FullWeightsConfig
+    optimizer: OptimizerConfig
+    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., model_resource: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., last_sequence: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_request_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., resumed_from: _Optional[str] = ..., display_name: _Optional[str] = ..., full_weights: _Optional[_Union[FullWeightsConfig, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerConfig, _Mapping]] = ...) -> None: ...
 
 class LoraConfig(_message.Message):
-    __slots__ = ("rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "dropout")
+    __slots__ = ("rank", "alpha", "seed", "train_attn", "train_mlp", "train_unembed", "dropout", "target_modules")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +78,7 @@ class LoraConfig(_message.Message):
     TRAIN_MLP_FIELD_NUMBER: _ClassVar[int]
     TRAIN_UNEMBED_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     alpha: float
     seed: int
@@ -72,10 +86,39 @@ class LoraConfig(_message.Message):
     train_mlp: bool
     train_unembed: bool
     dropout: float
-    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., seed: _Optional[int] = ..., train_attn: bool = ..., train_mlp: bool = ..., train_unembed: bool = ..., dropout: _Optional[float] = ...) -> None: ...
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., seed: _Optional[int] = ..., train_attn: bool = ..., train_mlp: bool = ..., train_unembed: bool = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FullWeightsConfig(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OptimizerConfig(_message.Message):
+    __slots__ = ("adamw", "muon", "dimuon")
+    ADAMW_FIELD_NUMBER: _ClassVar[int]
+    MUON_FIELD_NUMBER: _ClassVar[int]
+    DIMUON_FIELD_NUMBER: _ClassVar[int]
+    adamw: AdamWConfig
+    muon: MuonConfig
+    dimuon: DimuonConfig
+    def __init__(self, adamw: _Optional[_Union[AdamWConfig, _Mapping]] = ..., muon: _Optional[_Union[MuonConfig, _Mapping]] = ..., dimuon: _Optional[_Union[DimuonConfig, _Mapping]] = ...) -> None: ...
+
+class AdamWConfig(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MuonConfig(_message.Message):
+    __slots__ = ("scaling_strategy",)
+    SCALING_STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    scaling_strategy: MuonScalingStrategy
+    def __init__(self, scaling_strategy: _Optional[_Union[MuonScalingStrategy, str]] = ...) -> None: ...
+
+class DimuonConfig(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CreateSessionRequest(_message.Message):
-    __slots__ = ("id", "base_model", "lora", "resume_from", "load_optimizer", "user_metadata", "display_name")
+    __slots__ = ("id", "base_model", "lora", "full_weights", "optimizer", "resume_from", "load_optimizer", "user_metadata", "display_name")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +129,8 @@ class CreateSessionRequest(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
+    FULL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     LOAD_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -93,11 +138,13 @@ class CreateSessionRequest(_message.Message):
     id: str
     base_model: str
     lora: LoraConfig
+    full_weights: FullWeightsConfig
+    optimizer: OptimizerConfig
     resume_from: str
     load_optimizer: bool
     user_metadata: _containers.ScalarMap[str, str]
     display_name: str
-    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., resume_from: _Optional[str] = ..., load_optimizer: bool = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., display_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraConfig, _Mapping]] = ..., full_weights: _Optional[_Union[FullWeightsConfig, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerConfig, _Mapping]] = ..., resume_from: _Optional[str] = ..., load_optimizer: bool = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., display_name: _Optional[str] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
     __slots__ = ("id",)

@@ -77,16 +77,20 @@ class CustomForwardBackwardRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[_data_pb2.Sample, _Mapping]]] = ..., gradients: _Optional[_Iterable[_Union[_data_pb2.Tensor, _Mapping]]] = ..., failures_seen_through: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
 
 class OptimStepRequest(_message.Message):
-    __slots__ = ("session", "sequence", "adam", "failures_seen_through")
+    __slots__ = ("session", "sequence", "adam", "muon", "dimuon", "failures_seen_through")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADAM_FIELD_NUMBER: _ClassVar[int]
+    MUON_FIELD_NUMBER: _ClassVar[int]
+    DIMUON_FIELD_NUMBER: _ClassVar[int]
     FAILURES_SEEN_THROUGH_FIELD_NUMBER: _ClassVar[int]
     session: str
     sequence: int
     adam: AdamParams
+    muon: MuonParams
+    dimuon: DimuonParams
     failures_seen_through: int
-    def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ..., failures_seen_through: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ..., muon: _Optional[_Union[MuonParams, _Mapping]] = ..., dimuon: _Optional[_Union[DimuonParams, _Mapping]] = ..., failures_seen_through: _Optional[int] = ...) -> None: ...
 
 class AdamParams(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
@@ -103,6 +107,32 @@ class AdamParams(_message.Message):
     weight_decay: float
     grad_clip_norm: float
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
+
+class MuonParams(_message.Message):
+    __slots__ = ("learning_rate", "momentum", "newton_schulz_steps", "weight_decay", "grad_clip_norm", "adam")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    NEWTON_SCHULZ_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    momentum: float
+    newton_schulz_steps: int
+    weight_decay: float
+    grad_clip_norm: float
+    adam: AdamParams
+    def __init__(self, learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., newton_schulz_steps: _Optional[int] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ..., adam: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
+
+class DimuonParams(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
 
 class WeightsSyncRequest(_message.Message):
     __slots__ = ("session", "sequence", "type")
