@@ -22,7 +22,7 @@ class Objective:
     def __init__(self, work: Pass) -> None:
         self._work = work
         self._is_custom = work.gradients is not None
-        self._params = {} if self._is_custom else losses.complete_params(work.loss, work.params)
+        self._params: losses.Params = {} if self._is_custom else _prepared(work)
         self._values: dict[int, LossValue] = {}
 
     @property
@@ -61,3 +61,9 @@ class Objective:
     def _evaluate(self, i: int, logprobs: Array) -> LossValue:
         inputs = self._work.samples[i].inputs
         return losses.evaluate(self._work.loss, logprobs, inputs, self._params, sample=i)
+
+
+def _prepared(work: Pass) -> losses.Params:
+    """What the service has prepared stays as it is; callers of the trainer alone may leave it to this."""
+    params = losses.complete_params(work.loss, work.params)
+    return losses.prepare(work.loss, params, [sample.inputs for sample in work.samples])

@@ -182,7 +182,11 @@ def test_all_zero_advantages_and_weights_are_a_loss_of_zero(name):
     value = losses.evaluate(name, lp, inputs, losses.complete_params(name, {}), sample=0)
     assert value.loss == 0
     assert not value.gradient.any()
-    assert losses.summarize([value], 2) == {"loss:sum": 0.0, "tokens:sum": 2.0}
+    assert losses.summarize([value], 2) == {
+        "loss:sum": 0.0,
+        "tokens:sum": 2.0,
+        "tokens_trained:sum": 0.0,
+    }
 
 
 def test_kl_estimators_are_those_of_samples_from_the_sampling_policy():
@@ -227,7 +231,7 @@ def test_clip_fraction_counts_positions_whose_gradient_is_cut():
 @pytest.mark.parametrize(
     ("name", "params", "reason"),
     [
-        ("grpo", {}, Reason.UNKNOWN_LOSS),
+        ("reinforce", {}, Reason.UNKNOWN_LOSS),
         ("ppo", {"clip": 0.2}, Reason.UNKNOWN_PARAMETER),
         ("cross_entropy", {"beta": 0.1}, Reason.UNKNOWN_PARAMETER),
         ("dro", {"beta": math.nan}, Reason.NOT_FINITE),
@@ -242,13 +246,9 @@ def test_loss_parameters_are_refused_by_name(name, params, reason):
 
 
 def test_bounds_of_a_position_in_the_wrong_order_are_refused():
-    inputs = {
-        "logprobs": np.zeros(3),
-        "advantages": np.ones(3),
-        "clip_low_threshold": np.array([0.8, 1.3, 0.8]),
-    }
-    with pytest.raises(PostTrainingError, match=r"Sample 2.*position 1") as error:
-        losses.evaluate("ppo", np.zeros(3), inputs, losses.complete_params("ppo", {}), sample=2)
+    inputs = {"advantages": np.ones(3), "clip_low_threshold": np.array([0.8, 1.3, 0.8])}
+    with pytest.raises(PostTrainingError, match=r"Sample 1.*position 1") as error:
+        losses.prepare("ppo", losses.complete_params("ppo", {}), [{}, inputs])
     assert error.value.reason is Reason.INVALID_ARGUMENT
 
 
