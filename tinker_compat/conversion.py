@@ -180,20 +180,25 @@ def loss_config(
     """Whether the loss and its parameters exist is for the server to say.
 
     Raises:
-        TypeError: for a name that is no string or a parameter that is no number.
+        TypeError: for a name that is no string or a parameter that is neither a number nor a string.
     """
     if not isinstance(loss_fn, str):
         raise TypeError(
             f"loss_fn must be the name of a loss, got {type(loss_fn).__name__}; functions go to "
             "forward_backward_custom."
         )
-    params = dict(loss_fn_config or {})
-    for name, value in params.items():
-        if isinstance(value, str) or not isinstance(name, str):
+    message = data_pb2.LossConfig(type=loss_fn)
+    for name, value in (loss_fn_config or {}).items():
+        try:
+            if isinstance(value, str):
+                message.options[name] = value
+            else:
+                message.params[name] = float(value)
+        except (TypeError, ValueError):
             raise TypeError(
-                f"loss_fn_config[{name!r}] is {value!r}: names are strings, values numbers."
-            )
-    return data_pb2.LossConfig(type=loss_fn, params={k: float(v) for k, v in params.items()})
+                f"loss_fn_config[{name!r}] is {value!r}: names are strings, values numbers or strings."
+            ) from None
+    return message
 
 
 def adam_params(optim_params: Any) -> trainer_pb2.AdamParams:

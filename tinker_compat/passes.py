@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from tinker import types
 
 from tinker_compat.conversion import check_data, fill_sample, loss_config, size_bytes, tensor_from
 from tinker_compat.metrics import merge
+from together_post_training import losses
 from together_post_training.chunking import chunk
 from together_post_training.v1 import data_pb2, operations_pb2, trainer_pb2
 
@@ -36,8 +38,9 @@ def forward_requests(
     slices: Sequence[slice],
     loss: data_pb2.LossConfig,
 ) -> list[trainer_pb2.ForwardRequest]:
-    requests = [trainer_pb2.ForwardRequest(loss=loss) for _ in slices]
+    requests = [trainer_pb2.ForwardRequest() for _ in slices]
     _fill(requests, data, slices)
+    _set_loss(requests, data, loss)
     return requests
 
 
@@ -48,10 +51,9 @@ def forward_backward_requests(
 ) -> list[trainer_pb2.ForwardBackwardRequest]:
     loss = loss_config(loss_fn, loss_fn_config)
     slices = split(data)
-    requests = [
-        trainer_pb2.ForwardBackwardRequest(loss=loss, num_chunks=len(slices)) for _ in slices
-    ]
+    requests = [trainer_pb2.ForwardBackwardRequest(num_chunks=len(slices)) for _ in slices]
     _fill(requests, data, slices)
+    _set_loss(requests, data, loss)
     return requests
 
 
@@ -76,6 +78,27 @@ def output(operations: Sequence[operations_pb2.Operation]) -> types.ForwardBackw
     return types.ForwardBackwardOutput(
         loss_fn_output_type=_OUTPUT_TYPE, loss_fn_outputs=outputs, metrics=metrics
     )
+
+
+def _set_loss(
+    requests: Sequence[trainer_pb2.ForwardRequest | trainer_pb2.ForwardBackwardRequest],
+    data: Sequence[types.Datum],
+    loss: data_pb2.LossConfig,
+) -> None:
+    """Into requests with the samples of one call; where it was cut changes nothing."""
+    if len(requests) > 1:
+        given = {**loss.params, **loss.options}
+        whole = losses.for_whole_call(loss.type, given, map(_masks, data))
+        loss = loss_config(loss.type, whole)
+    for request in requests:
+        request.loss.CopyFrom(loss)
+
+
+def _masks(datum: types.Datum) -> dict[str, np.ndarray]:
+    """What says which positions count. A datum without targets is the server's to refuse."""
+    given = datum.loss_fn_inputs
+    masks = {name: given[name].to_numpy() for name in ("target_tokens", "weights") if name in given}
+    return {"target_tokens": np.zeros(0), **masks}
 
 
 def _fill(

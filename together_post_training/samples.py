@@ -80,6 +80,25 @@ def check(samples: Sequence[Sample], loss: str, limits: Limits) -> list[Sample]:
     return [_check_one(i, sample, loss, contract, limits) for i, sample in enumerate(samples)]
 
 
+def check_none_provided(samples: Sequence[Sample], loss: str) -> None:
+    """Samples as they came must not have what the server itself adds for a loss.
+
+    Raises:
+        PostTrainingError: UNKNOWN_INPUT, naming the sample's index and the key.
+    """
+    for key in losses.contract(loss).provided:
+        for i, sample in enumerate(samples):
+            if key in sample.inputs:
+                raise fail(
+                    Reason.UNKNOWN_INPUT,
+                    f"Sample {i} has an input {key!r}: for loss {loss!r} this server takes it from its own record of "
+                    "the sequences that the sample's provenance spans name. Remove it.",
+                    sample=i,
+                    key=key,
+                    loss=loss,
+                )
+
+
 def check_gradients(samples: Sequence[Sample], gradients: Sequence[Array]) -> list[Array]:
     """Custom gradients as float32 arrays, one of its target_tokens' shape for each sample."""
     if len(samples) != len(gradients):
@@ -141,26 +160,37 @@ def _check_one(
 
 
 def _check_keys(index: int, sample: Sample, loss: str, contract: losses.LossContract) -> None:
-    known = (*contract.inputs, *contract.optional)
-    for key in contract.inputs:
+    readable = (*contract.inputs, *contract.optional)
+    for key in (*contract.inputs, *contract.provided):
         if key not in sample.inputs:
             raise fail(
                 Reason.MISSING_INPUT,
-                f"Sample {index} lacks {key!r}: loss {loss!r} needs {', '.join(contract.inputs)}.",
+                f"Sample {index} lacks {key!r}: loss {loss!r} needs {_needs(contract)}.",
                 sample=index,
                 key=key,
                 loss=loss,
             )
     for key in sample.inputs:
-        if key not in known:
+        if key not in readable and key not in contract.provided:
             raise fail(
                 Reason.UNKNOWN_INPUT,
-                f"Sample {index} has an input {key!r} that loss {loss!r} does not read; it reads {', '.join(known)}. "
+                f"Sample {index} has an input {key!r} that loss {loss!r} does not read; it reads "
+                f"{', '.join(readable)}. "
                 "Remove it, or use the loss it belongs to.",
                 sample=index,
                 key=key,
                 loss=loss,
             )
+
+
+def _needs(contract: losses.LossContract) -> str:
+    needed = ", ".join(contract.inputs)
+    if not contract.provided:
+        return needed
+    return (
+        f"{needed} and provenance spans of sequences that this server sampled, from whose record it takes "
+        f"{', '.join(contract.provided)}"
+    )
 
 
 def _check_targets(

@@ -20,6 +20,7 @@ from together_post_training import losses, samples, tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.names import check_checkpoint_name, parse_checkpoint_path
 from together_post_training.samples import Limits
+from together_post_training.v1 import data_pb2
 from together_post_training.v1 import trainer_pb2 as pb
 
 _TEN_YEARS_S = 10 * 366 * 24 * 3600
@@ -39,14 +40,17 @@ def pass_work(request: pb.ForwardRequest | pb.ForwardBackwardRequest, limits: Li
     if backward:
         _check_chunks(request)
     loss = request.loss.type
-    params = losses.complete_params(loss, dict(request.loss.params))
+    params = losses.complete_params(loss, _given_params(request.loss))
     decoded = [wire.sample(message, i) for i, message in enumerate(request.samples)]
+    samples.check_none_provided(decoded, loss)
+    checked = samples.check(decoded, loss, limits)
+    inputs = [sample.inputs for sample in checked]
     return PassWork(
         work=Pass(
             session=request.session,
-            samples=samples.check(decoded, loss, limits),
+            samples=checked,
             loss=loss,
-            params=params,
+            params=losses.prepare(loss, params, inputs, max_seq_length=limits.max_seq_length),
             backward=backward,
         )
     )
@@ -109,6 +113,13 @@ def save_checkpoint_work(request: pb.SaveCheckpointRequest) -> SaveCheckpointWor
 
 def load_checkpoint_work(request: pb.LoadCheckpointRequest) -> LoadCheckpointWork:
     return LoadCheckpointWork(path=parse_checkpoint_path(request.path), optimizer=request.optimizer)
+
+
+def _given_params(loss: data_pb2.LossConfig) -> dict[str, float | str]:
+    twice = sorted(set(loss.params) & set(loss.options))
+    if twice:
+        raise invalid("loss.options", twice, "parameters that loss.params does not hold as well")
+    return {**loss.params, **loss.options}
 
 
 def _check_chunks(request: pb.ForwardBackwardRequest | pb.CustomForwardBackwardRequest) -> None:

@@ -189,10 +189,16 @@ def test_adam_parameters_are_all_sent_zeros_too(params):
         assert {f.name: v for f, v in message.ListFields()} == given_params.model_dump()
 
 
-def test_loss_parameters_are_numbers_under_names():
+def test_loss_parameters_are_numbers_or_words_under_names():
     message = conversion.loss_config("ppo", {"clip_low_threshold": 0, "clip_high_threshold": 1.5})
     assert dict(message.params) == {"clip_low_threshold": 0.0, "clip_high_threshold": 1.5}
-    with pytest.raises(TypeError, match=r"loss_fn_config\['loss_id'\] is 'abc'"):
-        conversion.loss_config("custom", {"loss_id": "abc"})
+    message = conversion.loss_config("grpo", {"agg_type": "TOKEN_MEAN", "beta": np.float64(0.5)})
+    assert (dict(message.params), dict(message.options)) == (
+        {"beta": 0.5},
+        {"agg_type": "TOKEN_MEAN"},
+    )
+    for name, value in (("beta", None), ("beta", [1]), (1, 0.5), (1, "word")):
+        with pytest.raises(TypeError, match=rf"loss_fn_config\[{name!r}\]"):
+            conversion.loss_config("dro", {name: value})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="forward_backward_custom"):
         conversion.loss_config(print, None)  # pyright: ignore[reportArgumentType]

@@ -68,7 +68,7 @@ def test_forward_backward_takes_two_dimensional_targets(caller: Caller, shape: t
 @pytest.mark.parametrize(
     ("fields", "reason", "says"),
     [
-        ({"loss": loss("nll"), "samples": [sample([1, 2])]}, "UNKNOWN_LOSS", "cross_entropy, dro"),
+        ({"loss": loss("nll"), "samples": [sample([1, 2])]}, "UNKNOWN_LOSS", "cross_entropy, dppo"),
         ({"samples": [sample([1, 2])]}, "UNKNOWN_LOSS", "cross_entropy"),
         (
             {"loss": loss("ppo", epsilon=0.2), "samples": [sample([1, 2])]},

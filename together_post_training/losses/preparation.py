@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -41,19 +41,19 @@ def prepare(
 
 
 def for_whole_call(
-    name: str, given: Mapping[str, float | str], batch: Sequence[Inputs]
+    name: str, given: Mapping[str, float | str], batch: Iterable[Inputs]
 ) -> dict[str, float | str]:
     """The parameters that each operation of a call gets which is sent as several.
 
     A loss that divides by something of the whole call gets its `denominator`, so that the cut changes nothing.
-    `batch` has the inputs of all samples of the call; read are `target_tokens` and `weights`. What cannot be
-    understood is returned as it is, for the server to refuse.
+    `batch` has the inputs of all samples of the call; `target_tokens` and `weights` are read, if the loss divides.
+    What cannot be understood is returned as it is, for the server to refuse.
     """
     known = CONTRACTS[name].params if name in CONTRACTS else {}
     agg_type = choose(AGG_TYPE, given.get("agg_type", AGG_TYPE.default))
     if "denominator" not in known or given.get("denominator") or agg_type is None:
         return dict(given)
-    return {**given, "denominator": denominator(agg_type, batch)}
+    return {**given, "denominator": denominator(agg_type, list(batch))}
 
 
 def _denominator(name: str, params: Params, batch: Sequence[Inputs]) -> float:
