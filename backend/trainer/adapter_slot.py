@@ -23,11 +23,12 @@ from backend.trainer.base import (
     OptimizerConfig,
     OptimizerState,
     OptimParams,
+    Weights,
 )
 from backend.trainer.checks import check_adapter
 from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
-from backend.trainer.lora import LoraWeights
+from backend.trainer.lora import LoraWeights, Segment
 from together_post_training.errors import Reason, fail
 
 
@@ -41,7 +42,9 @@ class Layer:
 
 
 class AdapterSlot:
-    """Owned by the trainer's thread."""
+    """See `backend.trainer.slot.Slot`. Owned by the trainer's thread."""
+
+    own_model = None
 
     def __init__(
         self, lora: LoraConfig, layers: Sequence[Layer], optimizer: OptimizerConfig = ADAMW
@@ -60,6 +63,10 @@ class AdapterSlot:
     @property
     def has_gradients(self) -> bool:
         return self._has_gradients
+
+    def segment(self, start: int, stop: int) -> Segment:
+        """Those tokens of a row under this adapter."""
+        return Segment(start=start, stop=stop, weights=self.by_path, anchor=self.weights)
 
     def begin_pass(self) -> None:
         """What layers add from here on is this pass's gradient."""
@@ -90,7 +97,7 @@ class AdapterSlot:
         self._has_gradients = False
         return self._optimizer.step(self._window_gradient, params)
 
-    def adapter(self) -> Adapter:
+    def copy_weights(self) -> Adapter:
         return Adapter(lora=self.lora, tensors=self._layout.copies(self.weights))
 
     def optimizer_state(self) -> OptimizerState:
@@ -102,8 +109,9 @@ class AdapterSlot:
             },
         )
 
-    def load(self, adapter: Adapter, optimizer: OptimizerState | None) -> None:
+    def load(self, weights: Weights, optimizer: OptimizerState | None) -> None:
         """See `backend.trainer.base.Trainer.load`."""
+        adapter = _adapter(weights)
         check_adapter(adapter, optimizer, self.lora, self._layout.shapes)
         self._layout.fill(self.weights, adapter.tensors)
         self._optimizer.reset(0 if optimizer is None else optimizer.num_steps)
@@ -135,6 +143,15 @@ class AdapterSlot:
                     f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
                     tensor=name,
                 )
+
+
+def _adapter(weights: Weights) -> Adapter:
+    if isinstance(weights, Adapter):
+        return weights
+    raise fail(
+        Reason.INCOMPATIBLE_CHECKPOINT,
+        "The checkpoint holds full weights, this session trains an adapter: load it into a session of full weights.",
+    )
 
 
 def _shapes(lora: LoraConfig, layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:

@@ -12,9 +12,7 @@ from torch import Tensor
 from backend.trainer.adapter_slot import AdapterSlot
 from backend.trainer.base import (
     ADAMW,
-    Adapter,
     FullConfig,
-    FullWeights,
     ModelInfo,
     OptimizerConfig,
     OptimizerState,
@@ -27,8 +25,9 @@ from backend.trainer.base import (
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checks import check_lora, check_optim
 from backend.trainer.objective import Objective
-from backend.trainer.packed_model import PackedModel, pack, whole_row
+from backend.trainer.packed_model import PackedModel, pack
 from backend.trainer.packing import DEFAULT_TOKEN_BUDGET, plan
+from backend.trainer.slot import Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Sample
 
@@ -42,7 +41,7 @@ class TorchTrainer:
         self._info = base.info
         self._packed = PackedModel(base)
         self._token_budget = token_budget
-        self._slots: dict[str, AdapterSlot] = {}
+        self._slots: dict[str, Slot] = {}
 
     @property
     def model(self) -> ModelInfo:
@@ -55,13 +54,11 @@ class TorchTrainer:
     def create_session(
         self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
     ) -> None:
-        lora = _lora(weights)
-        check_lora(lora, self._info)
         if session in self._slots:
             raise fail(
                 Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
             )
-        self._slots[session] = AdapterSlot(lora, self._packed.layers(lora), optimizer)
+        self._slots[session] = self._new_slot(weights, optimizer)
 
     def delete_session(self, session: str) -> None:
         self._slot(session)
@@ -95,13 +92,13 @@ class TorchTrainer:
         return slot.optim_step(params)
 
     def weights(self, session: str) -> Weights:
-        return self._slot(session).adapter()
+        return self._slot(session).copy_weights()
 
     def optimizer_state(self, session: str) -> OptimizerState:
         return self._slot(session).optimizer_state()
 
     def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
-        self._slot(session).load(_adapter(weights), optimizer)
+        self._slot(session).load(weights, optimizer)
 
     def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
         try:
@@ -109,20 +106,27 @@ class TorchTrainer:
         except PostTrainingError as error:
             return error
 
-    def _slot(self, session: str) -> AdapterSlot:
+    def _new_slot(self, weights: WeightsConfig, optimizer: OptimizerConfig) -> Slot:
+        if isinstance(weights, FullConfig):
+            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
+        check_lora(weights, self._info)
+        return AdapterSlot(weights, self._packed.layers(weights), optimizer)
+
+    def _slot(self, session: str) -> Slot:
         slot = self._slots.get(session)
         if slot is None:
             raise fail(Reason.SESSION_NOT_FOUND, f"Unknown session {session!r}.", session=session)
         return slot
 
     def _run_batch(
-        self, chosen: Sequence[int], work: Pass, slot: AdapterSlot, objective: Objective
+        self, chosen: Sequence[int], work: Pass, slot: Slot, objective: Objective
     ) -> list[Array]:
         """The logprobs of these samples, as float32 of their targets' shapes."""
         samples = [work.samples[i] for i in chosen]
         row = pack(samples)
-        segment = whole_row(row, slot.by_path, slot.weights)
-        forward = self._packed.forward(row, [segment], for_backward=work.backward)
+        segment = slot.segment(0, row.input_ids.shape[1])
+        model = slot.own_model or self._packed
+        forward = model.forward(row, [segment], for_backward=work.backward)
         if work.backward and objective.is_linear:
             derivative = objective.linear_derivative(chosen)
             logprobs = _split(forward.score_and_backward(_join(derivative)), samples)
@@ -133,22 +137,6 @@ class TorchTrainer:
         if work.backward:
             forward.backward(_join(derivative))
         return logprobs
-
-
-def _lora(weights: WeightsConfig):
-    if isinstance(weights, FullConfig):
-        raise _no_full_weights()
-    return weights
-
-
-def _adapter(weights: Weights) -> Adapter:
-    if isinstance(weights, FullWeights):
-        raise _no_full_weights()
-    return weights
-
-
-def _no_full_weights() -> PostTrainingError:
-    return fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
 
 
 def _join(arrays: Sequence[Array]) -> Tensor:
