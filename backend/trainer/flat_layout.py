@@ -10,24 +10,27 @@ import torch
 from torch import Tensor
 
 
+Shape = tuple[int, ...]
+
+
 class FlatLayout:
     """Where each tensor lies in a float32 buffer of `size` values."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.shapes = dict(shapes)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The tensors, sharing the buffer's memory."""
         return {
-            name: buffer[start:stop].view(self.shapes[name]) for name, start, stop in self._spans()
+            name: buffer[start:stop].view(self.shapes[name]) for name, start, stop in self.spans()
         }
 
     def copies(self, buffer: Tensor) -> dict[str, np.ndarray]:
         """The tensors as numpy views of one copy of the buffer."""
-        copy = buffer.detach().numpy().copy()
+        copy = buffer.detach().to("cpu", copy=True).numpy()
         return {
-            name: copy[start:stop].reshape(self.shapes[name]) for name, start, stop in self._spans()
+            name: copy[start:stop].reshape(self.shapes[name]) for name, start, stop in self.spans()
         }
 
     def fill(self, buffer: Tensor, tensors: Mapping[str, np.ndarray]) -> None:
@@ -36,7 +39,8 @@ class FlatLayout:
             for name, view in self.views(buffer).items():
                 view.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
 
-    def _spans(self) -> Iterator[tuple[str, int, int]]:
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """(name, start, stop) in the buffer, one after the other."""
         start = 0
         for name, shape in self.shapes.items():
             stop = start + math.prod(shape)

@@ -58,8 +58,21 @@ def targets_of(arrays: list[np.ndarray]) -> TargetTokens:
     return TargetTokens(ids=torch.from_numpy(ids), rows=torch.from_numpy(rows))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadGradients:
+    """Where the derivatives by the layer's own parameters are summed: weight (V, H), bias (V,)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def add(self, grad_logits_CV: Tensor, hidden_CH: Tensor) -> None:
+        self.weight.addmm_(grad_logits_CV.T, hidden_CH)
+        if self.bias is not None:
+            self.bias.add_(grad_logits_CV.sum(0))
+
+
 class Head:
-    """The output layer, frozen, under one adapter at a time."""
+    """The output layer under one adapter at a time, frozen unless its owner sets `gradients`."""
 
     def __init__(self, linear: nn.Linear, chunk_values: int = CHUNK_VALUES) -> None:
         self._weight = linear.weight.detach()
@@ -67,6 +80,7 @@ class Head:
         vocab_size = len(self._weight)
         self.chunk_rows = max(MIN_CHUNK_ROWS, chunk_values // vocab_size)
         self._buffer = torch.empty(0, vocab_size)
+        self.gradients: HeadGradients | None = None
 
     @torch.no_grad()
     def logprobs(
@@ -127,6 +141,8 @@ class Head:
             logprobs[here] = _softmax_(logits_CV, chunk)
             _to_gradient_(logits_CV, chunk, gradient[here])
             torch.mm(logits_CV, self._weight, out=grad_CH)
+            if self.gradients is not None:
+                self.gradients.add(logits_CV, hidden_CH)
             if lora is not None and down_CR is not None:
                 lora.add_gradients(logits_CV, hidden_CH, down_CR, grad_CH)
         return logprobs, grad_hidden
