@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,15 +12,32 @@ from backend.trainer.base import (
     AdamParams,
     Adapter,
     Array,
+    FullWeights,
     LoraConfig,
     ModelInfo,
     OptimizerConfig,
     OptimizerState,
     OptimParams,
+    Weights,
 )
 from together_post_training.errors import Reason, fail
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Of:
+    """What tensors are to fit, and what to do where they do not: for messages."""
+
+    whole: str
+    advice: str
+
+
+_ADAPTER = _Of(
+    whole="this session's adapter",
+    advice="Rank, trained modules and base model must be those it was saved with.",
+)
+_MODEL = _Of(whole="this model", advice="The base model must be the one it was saved with.")
 
 
 def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
@@ -86,7 +104,7 @@ def check_adapter(
 
     `shapes`: those of the session's own tensors, by name.
     """
-    _check_tensors("weights", adapter.tensors, shapes)
+    _check_tensors("weights", adapter.tensors, shapes, _ADAPTER)
     if not math.isclose(adapter.lora.scale, lora.scale):
         raise fail(
             Reason.INCOMPATIBLE_CHECKPOINT,
@@ -97,7 +115,22 @@ def check_adapter(
         )
     if optimizer is not None:
         for moment, tensors in optimizer.moments.items():
-            _check_tensors(moment, tensors, shapes)
+            _check_tensors(moment, tensors, shapes, _ADAPTER)
+
+
+def check_full_weights(weights: Weights, shapes: Mapping[str, Shape]) -> FullWeights:
+    """The weights, if every tensor fits the model, whose own are of these shapes, by name.
+
+    Raises:
+        PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming what is missing, unexpected, misshapen or not finite.
+    """
+    if not isinstance(weights, FullWeights):
+        raise fail(
+            Reason.INCOMPATIBLE_CHECKPOINT,
+            "The checkpoint holds a LoRA adapter, this session trains full weights: load it into a LoRA session.",
+        )
+    _check_tensors("weights", weights.tensors, shapes, _MODEL)
+    return weights
 
 
 def _bad_adam(name: str, value: float, accepted: str):
@@ -109,7 +142,9 @@ def _bad_adam(name: str, value: float, accepted: str):
     )
 
 
-def _check_tensors(what: str, tensors: Mapping[str, Array], shapes: Mapping[str, Shape]) -> None:
+def _check_tensors(
+    what: str, tensors: Mapping[str, Array], shapes: Mapping[str, Shape], of: _Of
+) -> None:
     missing = sorted(shapes.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - shapes.keys())
     misshapen = [
@@ -131,8 +166,7 @@ def _check_tensors(what: str, tensors: Mapping[str, Array], shapes: Mapping[str,
     if faults:
         raise fail(
             Reason.INCOMPATIBLE_CHECKPOINT,
-            f"The checkpoint's {what} do not fit this session's adapter: {'; '.join(faults)}. "
-            "Rank, trained modules and base model must be those it was saved with.",
+            f"The checkpoint's {what} do not fit {of.whole}: {'; '.join(faults)}. {of.advice}",
             what=what,
         )
 
