@@ -152,6 +152,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         embedded=options.embedded,
         models=tuple(options.model),
         load_on_demand=options.load_on_demand,
+        deterministic=options.deterministic,
         durability=options.durability,
         gap_timeout_s=options.gap_timeout,
         grace_s=options.grace,
@@ -194,6 +195,12 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         "--load-on-demand",
         action="store_true",
         help="also load other models when they are asked for",
+    )
+    serve.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="never run small passes of several sessions together: each session's numbers are then, to the bit, those "
+        "of a session that has the server for itself (slower for many small clients)",
     )
     serve.add_argument("--store", type=Path, default=DEFAULT_STORE, help="where work is kept")
     serve.add_argument(

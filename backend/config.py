@@ -26,6 +26,9 @@ class ServerConfig:
     """Loaded at the start."""
     load_on_demand: bool = False
     """Also serve any other model that the engines find, from when it is first asked for."""
+    deterministic: bool = False
+    """Run the passes of each session alone: its numbers are then, to the bit, those of a session that had the server
+    for itself, whatever others do."""
     durability: Durability = "process"
     """What acknowledged work survives: the death of the server's process, or also of its machine."""
     gap_timeout_s: float = 60.0

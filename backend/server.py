@@ -172,6 +172,7 @@ class Server:
             checkpoints=self._checkpoints,
             spill_dir=self._store.snapshots,
             max_resident=self._config.max_resident_snapshots,
+            deterministic=self._config.deterministic,
             on_death=lambda: self._start(self._health.fail()),
             clock=self._clock,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backend.checkpoints.manifest import FOLDERS, Manifest
@@ -17,10 +17,10 @@ from backend.operations.work import (
     SaveCheckpointWork,
     WeightsSyncWork,
 )
-from backend.trainer.base import OptimizerState, OptimParams, Pass, Trainer, Weights
+from backend.trainer.base import OptimizerState, OptimParams, Pass, PassResult, Trainer, Weights
 from together_post_training import tensors
 from together_post_training.alignment import alignment_report
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
 from together_post_training.v1 import operations_pb2 as pb
 
@@ -54,8 +54,6 @@ class TrainerActions:
     async def run(self, operation: Operation) -> pb.Operation:
         session, work = operation.session, operation.work
         match work:
-            case PassWork():
-                return await self._thread.call(_run_pass, self._trainer, work.work)
             case OptimStepWork():
                 return await self._optim_step(session, work.params)
             case WeightsSyncWork():
@@ -64,8 +62,14 @@ class TrainerActions:
                 return await self._save(session, work)
             case LoadCheckpointWork():
                 return await self._load(session, work)
-            case None:
-                raise AssertionError(f"{operation.header.name} was not decoded")
+            case PassWork() | None:
+                raise AssertionError(f"{operation.header.name} is not run this way")
+
+    async def run_passes(
+        self, operations: Sequence[Operation]
+    ) -> list[pb.Operation | PostTrainingError]:
+        works = [_pass(operation) for operation in operations]
+        return await self._thread.call(_run_passes, self._trainer, works)
 
     async def _optim_step(self, session: Session, params: OptimParams) -> pb.Operation:
         metrics = await self._thread.call(_step, self._trainer, session.id, params)
@@ -151,8 +155,22 @@ def check_base_model(loaded: LoadedCheckpoint, base_model: str) -> None:
         )
 
 
-def _run_pass(trainer: Trainer, work: Pass) -> pb.Operation:
-    result = trainer.run(work)
+def _pass(operation: Operation) -> Pass:
+    assert isinstance(operation.work, PassWork)
+    return operation.work.work
+
+
+def _run_passes(trainer: Trainer, works: Sequence[Pass]) -> list[pb.Operation | PostTrainingError]:
+    if len(works) == 1:
+        return [_shown(works[0], trainer.run(works[0]))]
+    results = trainer.run_batch(works)
+    return [
+        result if isinstance(result, PostTrainingError) else _shown(work, result)
+        for work, result in zip(works, results, strict=True)
+    ]
+
+
+def _shown(work: Pass, result: PassResult) -> pb.Operation:
     operation = pb.Operation()
     shown = operation.forward_backward
     for logprobs in result.logprobs:

@@ -1,55 +1,44 @@
 """Runs the operations of one model resource, each session's in sequence order.
 
 The event loop decides, the trainer's thread computes. Passes and optimiser steps take turns, chosen by the
-scheduler; publishing, saving and loading need the trainer only to copy tensors, and read and write files while
-others train. This is the border where exceptions become failed operations.
+scheduler, which lets those of several sessions take one together; publishing, saving and loading need the trainer
+only to copy tensors, and read and write files while others train. This is the border where exceptions become failed
+operations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
+from backend.operations import effects
 from backend.operations.registry import OperationRegistry
-from backend.operations.scheduler import Scheduler
+from backend.operations.scheduler import Kind, Scheduler
 from backend.operations.session import Operation, Session
-from backend.operations.window import Failure
 from backend.operations.work import OptimStepWork, PassWork
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import operations_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# What changes weights or gradients: when one of these fails, what was sent along behind it does not run.
-_VOIDING = frozenset(
-    {
-        pb.OPERATION_KIND_UNSPECIFIED,
-        pb.OPERATION_KIND_FORWARD_BACKWARD,
-        pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD,
-        pb.OPERATION_KIND_OPTIM_STEP,
-        pb.OPERATION_KIND_LOAD_CHECKPOINT,
-    }
-)
-_GRADIENT = frozenset(
-    {
-        pb.OPERATION_KIND_FORWARD_BACKWARD,
-        pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD,
-        pb.OPERATION_KIND_OPTIM_STEP,
-    }
-)
-
-
 # Of everything that is not a pass.
-_SMALL_COST_TOKENS = 64
+_SHORT_COST_TOKENS = 64
+
+# How an operation ended: a message that has only its result set, or why it failed.
+Outcome = pb.Operation | PostTrainingError
 
 
 class Actions(Protocol):
     """What operations do. Raises PostTrainingError for what a caller did."""
 
     async def run(self, operation: Operation) -> pb.Operation:
-        """Carries out the operation's work. Answers with a message that has only its result set."""
+        """Carries out the work of an operation that is no pass."""
+        ...
+
+    async def run_passes(self, operations: Sequence[Operation]) -> list[Outcome]:
+        """Carries out passes of different sessions, all with gradients or all without; each fails by itself."""
         ...
 
     async def clear_gradients(self, session: str) -> None: ...
@@ -60,15 +49,22 @@ class Executor:
 
     What goes wrong in `actions` fails the operation. What goes wrong here is a fault of this server's own: it then
     runs nothing any more, fails what waits and what comes, and calls `on_death`.
+
+    merge_tokens: passes of several sessions run together as long as they have at most so many tokens; 0: never.
     """
 
     def __init__(
-        self, actions: Actions, registry: OperationRegistry, on_death: Callable[[], None]
+        self,
+        actions: Actions,
+        registry: OperationRegistry,
+        on_death: Callable[[], None],
+        *,
+        merge_tokens: int = 0,
     ) -> None:
         self._actions = actions
         self._registry = registry
         self._on_death = on_death
-        self._scheduler: Scheduler[Operation] = Scheduler()
+        self._scheduler: Scheduler[Operation] = Scheduler(merge_tokens=merge_tokens)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._loop_task: asyncio.Task | None = None
@@ -88,7 +84,9 @@ class Executor:
                 self._spawn(self._cancel(operation, stopped(operation.session.id)))
                 return
             operation.header.state = pb.OPERATION_STATE_QUEUED
-        self._scheduler.add(operation.session.id, operation, _cost(operation))
+        self._scheduler.add(
+            operation.session.id, operation, _cost(operation), _scheduled_as(operation)
+        )
         self._wake.set()
 
     async def cancel(self, operation: Operation, error: PostTrainingError) -> None:
@@ -118,93 +116,100 @@ class Executor:
 
     async def _run(self) -> None:
         while not self._is_draining and self._death is None:
-            operation = self._scheduler.next()
-            if operation is None:
+            batch = self._scheduler.next_batch()
+            if batch:
+                await self._take_turn(batch)
+            else:
                 self._wake.clear()
                 await self._wake.wait()
-            elif operation.refusal is not None:
-                self._count_refused(operation)
-            elif isinstance(operation.work, PassWork | OptimStepWork):
-                await self._guarded(self._take_turn(operation), operation)
-            else:
-                self._spawn(self._run_aside(operation), operation)
 
-    def _count_refused(self, operation: Operation) -> None:
-        assert operation.refusal is not None
-        self._note_failure(operation, operation.refusal)
-        self._release(operation.session)
+    async def _take_turn(self, batch: Sequence[Operation]) -> None:
+        """The next one begins when the trainer is done, while this one's results are written down."""
+        passes = [one for one in batch if one.refusal is None and isinstance(one.work, PassWork)]
+        if passes:
+            await self._guarded(self._run_passes(passes), *passes)
+        # Each step's result is announced while others still run.
+        await asyncio.gather(*(self._start(one) for one in batch if one not in passes))
 
-    async def _take_turn(self, operation: Operation) -> None:
-        """The next turn begins when the trainer is done, while this one's result is written down."""
-        self._registry.started(operation)
-        result = await self._attempt(operation)
-        self._release(operation.session)
-        self._spawn(self._finish(operation, result), operation)
+    async def _start(self, operation: Operation) -> None:
+        if operation.refusal is not None:
+            effects.refused(operation, operation.refusal)
+            self._release(operation)
+        elif isinstance(operation.work, OptimStepWork):
+            await self._guarded(self._run_step(operation), operation)
+        else:
+            self._spawn(self._run_aside(operation), operation)
+
+    async def _run_passes(self, passes: Sequence[Operation]) -> None:
+        for operation in passes:
+            self._registry.started(operation)
+        outcomes = await self._attempt_passes(passes)
+        for operation in passes:
+            self._release(operation)
+        for operation, outcome in zip(passes, outcomes, strict=True):
+            self._spawn(self._finish(operation, outcome), operation)
+
+    async def _run_step(self, step: Operation) -> None:
+        self._registry.started(step)
+        outcome = await self._attempt(step)
+        self._release(step)
+        self._spawn(self._finish(step, outcome), step)
 
     async def _run_aside(self, operation: Operation) -> None:
         self._registry.started(operation)
-        result = await self._attempt(operation)
-        await self._finish(operation, result)
-        self._release(operation.session)
+        outcome = await self._attempt(operation)
+        await self._finish(operation, outcome)
+        self._release(operation)
 
-    async def _attempt(self, operation: Operation) -> pb.Operation | PostTrainingError:
+    async def _attempt(self, operation: Operation) -> Outcome:
+        void = await self._entered(operation)
+        if void is not None:
+            return void
         try:
-            if operation.kind in _GRADIENT:
-                void = await self._enter_window(operation)
-                if void is not None:
-                    return void
-            result = await self._actions.run(operation)
+            outcome = await self._actions.run(operation)
         except Exception as error:
-            failure = _as_failure(operation, error)
-            self._after_failure(operation, failure)
-            return failure
-        self._after_success(operation, result)
-        return result
+            outcome = _as_failure(operation, error)
+        _took_effect(operation, outcome)
+        return outcome
 
-    async def _enter_window(self, operation: Operation) -> PostTrainingError | None:
+    async def _attempt_passes(self, passes: Sequence[Operation]) -> list[Outcome]:
+        """In order; those that must not run are left out of the others' call."""
+        voids = [await self._entered(operation) for operation in passes]
+        to_run = [one for one, void in zip(passes, voids, strict=True) if void is None]
+        outcomes = iter(await self._call_passes(to_run))
+        return [next(outcomes) if void is None else void for void in voids]
+
+    async def _call_passes(self, passes: Sequence[Operation]) -> list[Outcome]:
+        if not passes:
+            return []
+        log.debug("running together: %s", [operation.header.name for operation in passes])
+        try:
+            outcomes = await self._actions.run_passes(passes)
+        except Exception as error:
+            outcomes: list[Outcome] = [_as_failure(operation, error) for operation in passes]
+        for operation, outcome in zip(passes, outcomes, strict=True):
+            _took_effect(operation, outcome)
+        return outcomes
+
+    async def _entered(self, operation: Operation) -> PostTrainingError | None:
         """Why the operation must not run, if it must not."""
-        session = operation.session
-        entry = session.window.enter(operation.seen_through)
+        entry = effects.entered(operation)
         if entry.drop_gradients:
-            await self._actions.clear_gradients(session.id)
-        if entry.void is not None and operation.kind == pb.OPERATION_KIND_OPTIM_STEP:
-            session.window.close(drop_gradients=True)
+            try:
+                await self._actions.clear_gradients(operation.session.id)
+            except Exception as error:
+                failure = _as_failure(operation, error)
+                effects.failed(operation, failure)
+                return failure
         return entry.void
 
-    def _after_success(self, operation: Operation, result: pb.Operation) -> None:
-        session = operation.session
-        version = _new_policy_version(result)
-        if version is not None:
-            session.policy_version = version
-            session.window.close()
-        elif operation.kind in _GRADIENT:
-            session.window.contributed(operation.num_chunks or 1)
-
-    def _after_failure(self, operation: Operation, error: PostTrainingError) -> None:
-        if operation.kind == pb.OPERATION_KIND_OPTIM_STEP:
-            # It ran, so the window ends here; its gradient is not to be found in the next one.
-            operation.session.window.close(drop_gradients=True)
-            if error.reason != Reason.INTERNAL:
-                return  # Nothing was changed.
-        self._note_failure(operation, error)
-
-    def _note_failure(self, operation: Operation, error: PostTrainingError) -> None:
-        if operation.kind in _VOIDING:
-            failure = Failure(
-                sequence=operation.sequence,
-                what=operation.what,
-                error=error,
-                num_chunks=operation.num_chunks,
-                is_partial=operation.is_started and error.reason == Reason.INTERNAL,
-            )
-            operation.session.window.failed(failure, operation.seen_through)
-
-    async def _finish(self, operation: Operation, result: pb.Operation | PostTrainingError) -> None:
-        if isinstance(result, PostTrainingError):
-            log.info("%s failed: %s", operation.header.name, result.reason)
-            await self._registry.fail(operation, result)
+    async def _finish(self, operation: Operation, outcome: Outcome) -> None:
+        if isinstance(outcome, PostTrainingError):
+            log.info("%s failed: %s", operation.header.name, outcome.reason)
+            await self._registry.fail(operation, outcome)
             return
-        await self._registry.succeed(operation, result, _new_policy_version(result))
+        version = effects.new_policy_version(outcome)
+        await self._registry.succeed(operation, outcome, version)
 
     async def _cancel(self, operation: Operation, error: PostTrainingError) -> None:
         await self._end(operation, error, pb.OPERATION_STATE_CANCELLED)
@@ -218,28 +223,28 @@ class Executor:
         if self._registry.live(operation.key) is operation:
             await self._registry.fail(operation, error, state)
 
-    def _release(self, session: Session) -> None:
-        self._scheduler.release(session.id)
+    def _release(self, operation: Operation) -> None:
+        self._scheduler.release(operation.session.id)
         self._wake.set()
 
-    def _spawn(self, work: Coroutine, operation: Operation | None = None) -> None:
-        task = asyncio.create_task(self._guarded(work, operation))
+    def _spawn(self, work: Coroutine, *operations: Operation) -> None:
+        task = asyncio.create_task(self._guarded(work, *operations))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Coroutine, operation: Operation | None = None) -> None:
-        """`operation`: the one that nobody ends if the work fails."""
+    async def _guarded(self, work: Coroutine, *operations: Operation) -> None:
+        """`operations`: those that nobody ends if the work fails."""
         try:
             await work
         except Exception as error:
             log.critical("no operation of this model runs any more", exc_info=error)
-            self._die(_died(error), operation)
+            self._die(_died(error), operations)
 
-    def _die(self, death: PostTrainingError, operation: Operation | None) -> None:
+    def _die(self, death: PostTrainingError, operations: Sequence[Operation]) -> None:
         self._death = death
         self._wake.set()
         waiting = [one for one in self._scheduler.drop_all() if one.refusal is None]
-        for one in waiting if operation is None else (operation, *waiting):
+        for one in (*operations, *waiting):
             self._spawn(self._end(one, death, pb.OPERATION_STATE_FAILED))
         self._on_death()
 
@@ -253,20 +258,24 @@ def stopped(session: str) -> PostTrainingError:
     )
 
 
-def _new_policy_version(result: pb.Operation) -> int | None:
-    """None: the operation leaves it as it is."""
-    if result.HasField("optim_step"):
-        return result.optim_step.policy_version
-    if result.HasField("load_checkpoint"):
-        return result.load_checkpoint.policy_version
-    return None
-
-
 def _cost(operation: Operation) -> int:
     """In tokens."""
     if operation.refusal is None and isinstance(operation.work, PassWork):
         return operation.work.num_tokens
-    return _SMALL_COST_TOKENS
+    return _SHORT_COST_TOKENS
+
+
+def _scheduled_as(operation: Operation) -> Kind:
+    if operation.refusal is None and isinstance(operation.work, PassWork):
+        return Kind.BACKWARD if operation.work.work.backward else Kind.FORWARD
+    return Kind.SHORT
+
+
+def _took_effect(operation: Operation, outcome: Outcome) -> None:
+    if isinstance(outcome, PostTrainingError):
+        effects.failed(operation, outcome)
+    else:
+        effects.succeeded(operation, outcome)
 
 
 def _died(error: Exception) -> PostTrainingError:

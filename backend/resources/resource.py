@@ -64,7 +64,8 @@ class Resource:
 class ResourceFactory:
     """Opens resources.
 
-    max_resident: snapshots in memory per resource. on_death: called when the executor of one runs nothing any more.
+    max_resident: snapshots in memory per resource. deterministic: passes of several sessions never run together.
+    on_death: called when the executor of one runs nothing any more.
     clock: seconds since 1970.
     """
 
@@ -73,6 +74,7 @@ class ResourceFactory:
     checkpoints: CheckpointStore
     spill_dir: Path
     max_resident: int
+    deterministic: bool
     on_death: Callable[[], None]
     clock: Callable[[], float]
 
@@ -85,7 +87,12 @@ class ResourceFactory:
             thread.close()
             raise
         actions = TrainerActions(engines.trainer, thread, publisher, self.checkpoints, self.clock)
-        executor = Executor(actions, self.registry, self.on_death)
+        executor = Executor(
+            actions,
+            self.registry,
+            self.on_death,
+            merge_tokens=0 if self.deterministic else engines.trainer.merge_tokens,
+        )
         executor.start()
         return Resource(
             name=spec.name,

@@ -16,7 +16,7 @@ from together_post_training.v1 import trainer_pb2 as t
 @pytest.mark.parametrize(
     ("part", "method"),
     [
-        ("_scheduler", "next"),
+        ("_scheduler", "next_batch"),
         ("_scheduler", "release"),
         ("_registry", "started"),
         ("_registry", "succeed"),

@@ -312,7 +312,7 @@ def test_health_is_not_serving_when_no_operation_can_run_any_more(
         assert next(watch).status == status.SERVING
         run = running.caller.session()
         (resource,) = running.server._resources.all_ready()
-        monkeypatch.setattr(resource.executor._scheduler, "next", broken)
+        monkeypatch.setattr(resource.executor._scheduler, "next_batch", broken)
         done = run.do("OptimStep", adam=t.AdamParams())
         assert (done.state, done.error.reason) == (o.OPERATION_STATE_FAILED, "INTERNAL")
         assert "Restart" in done.error.message
