@@ -49,12 +49,27 @@ def random_sample(seed: int, loss: str, width: int | None = None) -> Sample:
     if loss != "cross_entropy":
         inputs["advantages"] = random.normal(size=shape).astype(np.float32)
         inputs["logprobs"] = random.uniform(-4, -1, size=shape).astype(np.float32)
+    if loss == "grpo":
+        inputs["reference_logprobs"] = random.uniform(-4, -1, size=shape).astype(np.float32)
+    if loss in ("gspo", "stable_reinforce"):
+        mask = "sampled" if loss == "stable_reinforce" else "sequence_ratio_mask"
+        inputs[mask] = np.array([0, 1, 1, 1, 0, 1], np.float32)
     return Sample(tokens=random.integers(0, VOCAB, 6), inputs=inputs)
 
 
 @pytest.mark.parametrize("width", [None, 1, 3])
-@pytest.mark.parametrize("loss", sorted(losses.CONTRACTS))
-def test_training_equals_autograd_and_torch_adamw(loss: str, width: int | None):
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        *((name, {}) for name in sorted(losses.CONTRACTS) if name != "grpo"),
+        ("grpo", {"horizon": 4, "beta": 0.1}),
+        ("grpo", {"agg_type": "TOKEN_MEAN", "ratio_type": "SEQUENCE"}),
+        ("grpo", {"agg_type": "SEQUENCE_MEAN"}),
+    ],
+)
+def test_training_equals_autograd_and_torch_adamw(
+    loss: str, given: dict[str, float | str], width: int | None
+):
     """Ten windows of two passes.
 
     The reference differentiates the same float32-rounded logprobs only approximately (its own are
@@ -66,16 +81,19 @@ def test_training_equals_autograd_and_torch_adamw(loss: str, width: int | None):
     trainer = base.trainer()
     trainer.create_session("s", LORA)
     twin = TorchBigram(base, trainer, "s")
-    params = losses.complete_params(loss, {})
+    params = losses.complete_params(loss, given)
     adam = AdamParams(learning_rate=0.005, weight_decay=0.05, eps=1e-4)
     optimizer = torch.optim.AdamW(
         [twin.a, twin.b], lr=0.005, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.05
     )
     for window in range(10):
         for one in (random_sample(2 * window, loss, width), random_sample(99, loss, width)):
-            result = trainer.run(Pass(session="s", samples=[one], loss=loss, backward=True))
+            result = trainer.run(
+                Pass(session="s", samples=[one], loss=loss, params=given, backward=True)
+            )
             logprobs = twin.logprobs(one)
-            total = references.terms(loss, logprobs, one.inputs, params).sum()
+            prepared = losses.prepare(loss, params, [one.inputs])
+            total = references.terms(loss, logprobs, one.inputs, prepared).sum()
             total.backward()
             np.testing.assert_allclose(result.logprobs[0], logprobs.detach(), atol=2e-6)
             assert result.metrics["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)

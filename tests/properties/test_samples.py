@@ -39,7 +39,7 @@ def checked_case(draw: st.DrawFn) -> tuple[str, Sample]:
     targets = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
     inputs: dict[str, np.ndarray] = {"target_tokens": np.resize(np.array(targets), shape)}
     optional = draw(st.sets(st.sampled_from(contract.optional)))
-    for key in {*contract.inputs, *optional} - {"target_tokens"}:
+    for key in {*contract.inputs, *optional, *contract.provided} - {"target_tokens"}:
         inputs[key] = draw(floats32(shape))
     return loss, Sample(tokens=np.array(ids), inputs=inputs)
 
@@ -111,12 +111,31 @@ def test_law_1_any_other_length_is_refused_by_sample_key_and_lengths(case, data)
 @given(case=checked_case())
 def test_every_required_input_is_missed_by_name(case):
     loss, sample = case
-    for key in losses.contract(loss).inputs:
+    for key in (*losses.contract(loss).inputs, *losses.contract(loss).provided):
         rest = {k: v for k, v in sample.inputs.items() if k != key}
         error = refused(
             Reason.MISSING_INPUT, [sample, Sample(tokens=sample.tokens, inputs=rest)], loss
         )
         assert (error.metadata["sample"], error.metadata["key"]) == ("1", key)
+
+
+def test_what_the_server_adds_is_asked_for_by_its_source():
+    message = refused(
+        Reason.MISSING_INPUT, [plain(advantages=np.ones(3, np.float32))], "stable_reinforce"
+    ).message
+    assert "lacks 'logprobs'" in message
+    assert "provenance spans" in message
+
+
+@pytest.mark.parametrize("key", ["logprobs", "sampled"])
+def test_what_the_server_adds_is_refused_from_a_caller(key):
+    inputs = {key: np.ones(3, np.float32)}
+    batch = [plain(), plain(3, **inputs)]
+    with pytest.raises(PostTrainingError) as error:
+        samples.check_none_provided(batch, "stable_reinforce")
+    assert error.value.reason is Reason.UNKNOWN_INPUT
+    assert (error.value.metadata["sample"], error.value.metadata["key"]) == ("1", key)
+    samples.check_none_provided(batch, "ppo")
 
 
 def test_inputs_a_loss_does_not_read_are_refused_by_name():
@@ -181,6 +200,7 @@ def test_two_dimensional_targets_are_refused_where_a_loss_cannot_read_them(loss)
     shape = (3, 2)
     inputs = {"target_tokens": np.ones(shape, np.int64)}
     inputs |= {key: np.ones(shape, np.float32) for key in ("logprobs", "advantages")}
+    inputs |= {key: np.ones(shape, np.float32) for key in losses.contract(loss).provided}
     refused(Reason.LENGTH_MISMATCH, [Sample(tokens=np.arange(3), inputs=inputs)], loss)
 
 
