@@ -20,6 +20,7 @@ from backend.resources.catalog import Catalog, ModelSpec
 from backend.resources.engines import OpenEngines, open_engines
 from backend.resources.resource import Resource, ResourceFactory
 from backend.resources.resources import Resources
+from backend.resources.sequence_records import SequenceRecords
 from backend.resources.sessions import SessionLimits, Sessions
 from backend.resources.snapshots import Snapshots
 from backend.services.catalog_service import CatalogService
@@ -77,6 +78,7 @@ class Server:
         catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
         self._resources = Resources(catalog, self._open_resource)
         self._snapshots = Snapshots(self._journal, self._checkpoints, self._resources)
+        self._records = SequenceRecords(monotonic)
         self._sessions = self._make_sessions()
         self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
         self._health = Health(self._grpc)
@@ -197,11 +199,11 @@ class Server:
             self._grpc,
             catalog=CatalogService(self._resources),
             checkpoints=CheckpointService(self._checkpoints),
-            generator=GeneratorService(self._snapshots),
+            generator=GeneratorService(self._snapshots, self._records),
             model_resources=ModelResourceService(self._resources),
             operations=OperationService(self._sessions, self._registry, self._intake),
             sessions=SessionService(self._sessions),
-            trainer=TrainerService(self._sessions, self._intake),
+            trainer=TrainerService(self._sessions, self._intake, self._records),
         )
         add_reflection(self._grpc)
 

@@ -6,7 +6,10 @@ import os
 import uuid
 
 import grpc.aio
+import numpy as np
 
+from backend.generator.base import SampleCall, SampleResult
+from backend.resources.sequence_records import SequenceRecord, SequenceRecords
 from backend.resources.snapshots import Snapshots
 from backend.services import wire
 from backend.services.sample_requests import sample_call, score_call
@@ -20,8 +23,9 @@ Context = grpc.aio.ServicerContext
 
 
 class GeneratorService(generator_pb2_grpc.GeneratorServiceServicer):
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: Snapshots, records: SequenceRecords) -> None:
         self._snapshots = snapshots
+        self._records = records
 
     async def OpenSnapshot(self, request: pb.OpenSnapshotRequest, context: Context):
         match request.WhichOneof("source"):
@@ -40,6 +44,8 @@ class GeneratorService(generator_pb2_grpc.GeneratorServiceServicer):
             call = sample_call(request, resource.model, engine_name, _fresh_seed())
             result = await resource.generator.sample(call)
         ids = [uuid.uuid4().hex for _ in result.sequences]
+        if request.record_stability_info:
+            self._records.add(_records(call, result, ids))
         version = self._snapshots.get(request.snapshot).policy_version
         return wire.sample_response(result, version, ids)
 
@@ -50,6 +56,19 @@ class GeneratorService(generator_pb2_grpc.GeneratorServiceServicer):
             )
         assert result.prompt_logprobs is not None
         return pb.ComputeLogprobsResponse(logprobs=tensors.encode(result.prompt_logprobs))
+
+
+def _records(call: SampleCall, result: SampleResult, ids: list[str]) -> dict[str, SequenceRecord]:
+    """Copies: an engine's arrays may be parts of larger ones."""
+    prompt = np.array(call.prompt, np.int32)
+    return {
+        id_: SequenceRecord(
+            prompt=prompt,
+            tokens=np.array(sequence.tokens, np.int32),
+            logprobs=np.array(sequence.logprobs, np.float32),
+        )
+        for id_, sequence in zip(ids, result.sequences, strict=True)
+    }
 
 
 def _fresh_seed() -> int:

@@ -12,8 +12,10 @@ from backend.operations.work import (
     SaveCheckpointWork,
     WeightsSyncWork,
 )
+from backend.resources.sequence_records import SequenceRecords
 from backend.services import wire
 from backend.services.fields import check_metadata, invalid, optional
+from backend.services.recorded_inputs import with_recorded
 from backend.trainer.base import AdamParams, Pass
 from backend.trainer.checks import check_adam
 from together_post_training import losses, samples, tensors
@@ -35,15 +37,19 @@ _KINDS: dict[int, CheckpointKind] = {
 }
 
 
-def pass_work(request: pb.ForwardRequest | pb.ForwardBackwardRequest, limits: Limits) -> PassWork:
+def pass_work(
+    request: pb.ForwardRequest | pb.ForwardBackwardRequest,
+    limits: Limits,
+    records: SequenceRecords,
+) -> PassWork:
     backward = isinstance(request, pb.ForwardBackwardRequest)
     if backward:
         _check_chunks(request)
     loss = request.loss.type
     params = losses.complete_params(loss, _given_params(request.loss))
     decoded = [wire.sample(message, i) for i, message in enumerate(request.samples)]
-    samples.check_none_provided(decoded, loss)
-    checked = samples.check(decoded, loss, limits)
+    complete = with_recorded(request.samples, decoded, loss, records)
+    checked = samples.check(complete, loss, limits)
     inputs = [sample.inputs for sample in checked]
     return PassWork(
         work=Pass(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from google.protobuf.message import Message
 
 from backend.operations.intake import Intake
 from backend.operations.work import Work
+from backend.resources.sequence_records import SequenceRecords
 from backend.resources.sessions import Sessions
 from backend.services import trainer_requests as parse
 from backend.services.status import request_bytes
@@ -22,15 +24,16 @@ Context = grpc.aio.ServicerContext
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, sessions: Sessions, intake: Intake) -> None:
+    def __init__(self, sessions: Sessions, intake: Intake, records: SequenceRecords) -> None:
         self._sessions = sessions
         self._intake = intake
+        self._pass_work = functools.partial(parse.pass_work, records=records)
 
     async def Forward(self, request: trainer_pb2.ForwardRequest, context: Context):
-        return await self._submit(pb.OPERATION_KIND_FORWARD, request, parse.pass_work)
+        return await self._submit(pb.OPERATION_KIND_FORWARD, request, self._pass_work)
 
     async def ForwardBackward(self, request: trainer_pb2.ForwardBackwardRequest, context: Context):
-        return await self._submit(pb.OPERATION_KIND_FORWARD_BACKWARD, request, parse.pass_work)
+        return await self._submit(pb.OPERATION_KIND_FORWARD_BACKWARD, request, self._pass_work)
 
     async def CustomForwardBackward(
         self, request: trainer_pb2.CustomForwardBackwardRequest, context: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,6 +23,7 @@ from backend.operations.registry import OperationRegistry
 from backend.operations.sequencer import Sequencer
 from backend.operations.session import Session
 from backend.operations.trainer_thread import TrainerThread
+from backend.resources.sequence_records import SequenceRecords
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
 from backend.trainer.base import LoraConfig, OptimParams, Pass, PassResult, Weights
@@ -179,9 +181,11 @@ def step(sequence: int, learning_rate: float = 0.1, **fields: int) -> t.OptimSte
     return t.OptimStepRequest(session="s", sequence=sequence, adam=adam, **fields)  # pyright: ignore
 
 
+decode_pass = functools.partial(parse.pass_work, records=SequenceRecords(lambda: 0.0))
+
 _KINDS = {
-    t.ForwardRequest: (pb.OPERATION_KIND_FORWARD, parse.pass_work),
-    t.ForwardBackwardRequest: (pb.OPERATION_KIND_FORWARD_BACKWARD, parse.pass_work),
+    t.ForwardRequest: (pb.OPERATION_KIND_FORWARD, decode_pass),
+    t.ForwardBackwardRequest: (pb.OPERATION_KIND_FORWARD_BACKWARD, decode_pass),
     t.OptimStepRequest: (pb.OPERATION_KIND_OPTIM_STEP, lambda r, _: parse.optim_step_work(r)),
     t.WeightsSyncRequest: (pb.OPERATION_KIND_WEIGHTS_SYNC, lambda r, _: parse.weights_sync_work(r)),
     t.SaveCheckpointRequest: (

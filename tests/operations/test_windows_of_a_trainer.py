@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.services import trainer_requests as parse
 from backend.trainer import bigram
 from backend.trainer.base import AdamParams, Pass, Weights
 from tests.operations.bench import (
@@ -20,6 +19,7 @@ from tests.operations.bench import (
     MODEL,
     Bench,
     bench,
+    decode_pass,
     good,
     overflowing,
     refused,
@@ -58,7 +58,7 @@ def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Weights:
     trainer.create_session("s", LORA)
     for window in windows:
         for number in window:
-            work = parse.pass_work(good(number), trainer.model.limits).work
+            work = decode_pass(good(number), trainer.model.limits).work
             assert isinstance(work, Pass)
             trainer.run(work)
         if window:

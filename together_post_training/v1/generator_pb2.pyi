@@ -46,7 +46,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("snapshot", "prompt", "num_samples", "params", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs")
+    __slots__ = ("snapshot", "prompt", "num_samples", "params", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "record_stability_info")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class SampleRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_STABILITY_INFO_FIELD_NUMBER: _ClassVar[int]
     snapshot: str
     prompt: _data_pb2.ModelInput
     num_samples: int
@@ -61,7 +62,8 @@ class SampleRequest(_message.Message):
     prompt_logprobs: bool
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
-    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ..., num_samples: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ...) -> None: ...
+    record_stability_info: bool
+    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ..., num_samples: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., record_stability_info: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "seed", "temperature", "top_p", "top_k", "stop")
