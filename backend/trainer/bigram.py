@@ -38,7 +38,14 @@ from backend.trainer.base import (
     Weights,
     WeightsConfig,
 )
-from backend.trainer.checks import check_adapter, check_lora, check_optim
+from backend.trainer.checks import (
+    check_adapter,
+    check_full_weights,
+    check_lora,
+    check_optim,
+    check_room_for_full_weights,
+    require_adapter,
+)
 from backend.trainer.objective import Objective
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Limits, Sample
@@ -46,6 +53,7 @@ from together_post_training.samples import Limits, Sample
 if TYPE_CHECKING:
     from backend.generator.bigram import BigramGenerator
 
+HEAD = "lm_head.weight"
 LORA_A = "base_model.model.lm_head.lora_A.weight"
 LORA_B = "base_model.model.lm_head.lora_B.weight"
 
@@ -80,15 +88,19 @@ class BigramModel:
             max_lora_rank=self.max_lora_rank,
         )
 
-    def logprobs(self, adapter: Adapter | None) -> Array:
-        """float64 (V, V): [i, j] is log p(j | i), of the base alone when `adapter` is None."""
-        weight = self.head
-        if adapter is not None:
-            a, b = (adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
-            weight = weight + adapter.lora.scale * (b @ a)
-        logits = self.hidden_scale * weight.T
+    def logprobs(self, weights: Weights | None) -> Array:
+        """float64 (V, V): [i, j] is log p(j | i), of the base alone when `weights` is None."""
+        logits = self.hidden_scale * self._head_of(weights).T
         shifted = logits - logits.max(axis=1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    def _head_of(self, weights: Weights | None) -> Array:
+        if weights is None:
+            return self.head
+        if isinstance(weights, FullWeights):
+            return weights.tensors[HEAD].astype(np.float64)
+        a, b = (weights.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+        return self.head + weights.lora.scale * (b @ a)
 
     def trainer(self) -> BigramTrainer:
         return BigramTrainer(self)
@@ -126,7 +138,7 @@ def load(name: str) -> BigramModel:
 class _Session:
     """Owned by the trainer. `gradient`: float64 sums since the last step; None before the first pass."""
 
-    adapter: Adapter
+    weights: Weights
     optimizer: OptimizerState
     gradient: dict[str, Array] | None = None
     # log p of the current weights, (V, V); made when first asked for.
@@ -151,22 +163,12 @@ class BigramTrainer:
     def create_session(
         self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
     ) -> None:
-        if isinstance(weights, FullConfig):
-            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
-        lora = weights
-        check_lora(lora, self.model)
-        if not lora.train_unembed:
-            raise fail(
-                Reason.INVALID_ARGUMENT,
-                f"Nothing to train: {self._model.name} has no attention or MLP layers, only an output head; "
-                "set train_unembed.",
-            )
         if session in self._sessions:
             raise fail(
                 Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
             )
-        adapter = Adapter(lora=lora, tensors=_fresh_tensors(lora, self._model.vocab_size))
-        self._sessions[session] = _Session(adapter=adapter, optimizer=_fresh_moments(adapter))
+        made = self._full_weights() if isinstance(weights, FullConfig) else self._adapter(weights)
+        self._sessions[session] = _Session(weights=made, optimizer=_fresh_moments(made))
 
     def delete_session(self, session: str) -> None:
         self._session(session)
@@ -175,7 +177,7 @@ class BigramTrainer:
     def run(self, work: Pass) -> PassResult:
         state = self._session(work.session)
         if state.logprobs is None:
-            state.logprobs = self._model.logprobs(state.adapter)
+            state.logprobs = self._model.logprobs(state.weights)
         logprobs = [_target_logprobs(state.logprobs, sample) for sample in work.samples]
         objective = Objective(work)
         derivatives = objective.evaluate(range(len(logprobs)), logprobs)
@@ -203,32 +205,32 @@ class BigramTrainer:
         norm = global_norm(gradient.values())
         if not math.isfinite(norm):
             raise _non_finite(session, f"the norm of its gradient is {norm}")
-        adapter, optimizer = _stepped(
+        weights, optimizer = _stepped(
             state, gradient, clip_factor(norm, params.grad_clip_norm), params
         )
         # Moments are kept in float32: a norm may be finite where its square no longer is.
-        for tensors in (adapter.tensors, *optimizer.moments.values()):
+        for tensors in (weights.tensors, *optimizer.moments.values()):
             _require_finite(tensors, session, "after this step")
-        state.adapter, state.optimizer, state.logprobs = adapter, optimizer, None
+        state.weights, state.optimizer, state.logprobs = weights, optimizer, None
         return {"unclipped_grad_l2:mean": norm}
 
-    # Adapters and moments are values: steps and loads replace them, so handing them out copies nothing.
+    # Weights and moments are values: steps and loads replace them, so handing them out copies nothing.
 
     def weights(self, session: str) -> Weights:
-        return self._session(session).adapter
+        return self._session(session).weights
 
     def optimizer_state(self, session: str) -> OptimizerState:
         return self._session(session).optimizer
 
     def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
-        if isinstance(weights, FullWeights):
-            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
-        adapter = weights
         state = self._session(session)
-        shapes = {name: array.shape for name, array in state.adapter.tensors.items()}
-        check_adapter(adapter, optimizer, state.adapter.lora, shapes)
-        state.adapter = replace(state.adapter, tensors=adapter.tensors)
-        state.optimizer = optimizer or _fresh_moments(adapter)
+        shapes = {name: array.shape for name, array in state.weights.tensors.items()}
+        if isinstance(state.weights, FullWeights):
+            check_full_weights(weights, shapes)
+        else:
+            check_adapter(require_adapter(weights), optimizer, state.weights.lora, shapes)
+        state.weights = replace(state.weights, tensors=weights.tensors)
+        state.optimizer = optimizer or _fresh_moments(weights)
         state.gradient = state.logprobs = None
 
     def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
@@ -247,9 +249,27 @@ class BigramTrainer:
             targets = sample.inputs["target_tokens"]
             np.add.at(by_logit, (_contexts(sample), targets), derivative)
         by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(state.logprobs)
-        by_weight = state.adapter.lora.scale * self._model.hidden_scale * by_logit.T  # (V, V)
-        a, b = (state.adapter.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
-        return {LORA_A: b.T @ by_weight, LORA_B: by_weight @ a.T}
+        by_head = self._model.hidden_scale * by_logit.T  # (V, V)
+        if isinstance(state.weights, FullWeights):
+            return {HEAD: by_head}
+        by_product = state.weights.lora.scale * by_head
+        a, b = (state.weights.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+        return {LORA_A: b.T @ by_product, LORA_B: by_product @ a.T}
+
+    def _adapter(self, lora: LoraConfig) -> Adapter:
+        check_lora(lora, self.model)
+        if not lora.train_unembed:
+            raise fail(
+                Reason.INVALID_ARGUMENT,
+                f"Nothing to train: {self._model.name} has no attention or MLP layers, only an output head; "
+                "set train_unembed.",
+            )
+        return Adapter(lora=lora, tensors=_fresh_tensors(lora, self._model.vocab_size))
+
+    def _full_weights(self) -> FullWeights:
+        running = [n for n, s in self._sessions.items() if isinstance(s.weights, FullWeights)]
+        check_room_for_full_weights(running, self._model.name)
+        return FullWeights(tensors={HEAD: self._model.head.astype(np.float32)})
 
     def _session(self, session: str) -> _Session:
         state = self._sessions.get(session)
@@ -269,11 +289,11 @@ def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:
     }
 
 
-def _fresh_moments(adapter: Adapter) -> OptimizerState:
+def _fresh_moments(weights: Weights) -> OptimizerState:
     return OptimizerState(
         num_steps=0,
         moments={
-            moment: {name: np.zeros_like(t) for name, t in adapter.tensors.items()}
+            moment: {name: np.zeros_like(t) for name, t in weights.tensors.items()}
             for moment in ("exp_avg", "exp_avg_sq")
         },
     )
@@ -292,15 +312,15 @@ def _target_logprobs(table: Array, sample: Sample) -> Array:
 
 def _stepped(
     state: _Session, gradient: Mapping[str, Array], factor: float, params: AdamParams
-) -> tuple[Adapter, OptimizerState]:
+) -> tuple[Weights, OptimizerState]:
     step = state.optimizer.num_steps + 1
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks
         after = {
             name: adamw(_adam_state(state, name), factor * gradient[name], step, params)
-            for name in state.adapter.tensors
+            for name in state.weights.tensors
         }
-        adapter = Adapter(
-            lora=state.adapter.lora,
+        weights = replace(
+            state.weights,
             tensors={name: s.weights.astype(np.float32) for name, s in after.items()},
         )
         optimizer = OptimizerState(
@@ -310,12 +330,12 @@ def _stepped(
                 "exp_avg_sq": {name: s.exp_avg_sq.astype(np.float32) for name, s in after.items()},
             },
         )
-    return adapter, optimizer
+    return weights, optimizer
 
 
 def _adam_state(state: _Session, name: str) -> AdamState:
     return AdamState(
-        weights=state.adapter.tensors[name].astype(np.float64),
+        weights=state.weights.tensors[name].astype(np.float64),
         exp_avg=state.optimizer.moments["exp_avg"][name].astype(np.float64),
         exp_avg_sq=state.optimizer.moments["exp_avg_sq"][name].astype(np.float64),
     )
