@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from backend.trainer import builtin_models
+from backend.trainer import builtin_models, storage
 from backend.trainer.base import ModelInfo
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Limits
@@ -45,17 +47,35 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 _WITH_SINKS = ("gpt_oss",)
 
 
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# How a model is kept; "auto": float32 on a CPU, bfloat16 on a GPU. And where.
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
     """One loaded base model. Nobody writes to it.
 
-    module: float32, in eval mode, no parameter requires a gradient.
+    module: in eval mode, no parameter requires a gradient.
     tokenizer_dir: where the tokenizer's files lie; None where the model came without one.
     """
 
     info: ModelInfo
     module: PreTrainedModel
     tokenizer_dir: Path | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What hidden states are computed in. Weights may be kept in less; see `load`."""
+        dtype = self.module.config.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def view(self, attention: str) -> PreTrainedModel:
         """A module tree that shares every parameter and buffer, with modules and a config of its own.
@@ -71,28 +91,57 @@ class BaseModel:
         return view
 
 
-def load(name: str, path: str | None = None) -> BaseModel:
-    """Loads a model into memory, in float32.
+def load(
+    name: str,
+    path: str | None = None,
+    *,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    compute: Literal["auto", "bfloat16"] = "auto",
+) -> BaseModel:
+    """Loads a model into memory.
 
     Args:
         name: what clients call it; also where to find it, unless `path` says.
         path: a builtin model, a directory in Hugging Face's format, or the id of a model in the local Hugging Face
             cache. Nothing is downloaded, and no code that lies beside the weights is run.
+        dtype: what weights are kept in. "auto": float32 on a CPU, bfloat16 on a GPU.
+        device: "auto": a GPU if there is one.
+        compute: what a bfloat16 model is computed in. "auto": float32 on a CPU, where it costs little and its numbers
+            are exactly those of the rounded weights; bfloat16 on a GPU. Log-probabilities are float32 always.
 
     Raises:
         PostTrainingError: MODEL_NOT_FOUND; INCOMPATIBLE_CHECKPOINT when the weights do not fit the architecture;
-            UNIMPLEMENTED for a feature that the engines do not compute.
+            UNIMPLEMENTED for a feature that the engines do not compute; INVALID_ARGUMENT for a GPU that is not there.
     """
+    place = find_device(device)
+    kept = _DTYPES[dtype] or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     source = path or name
     directory = _find(source)
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     check_supported(config)
-    module = _load_module(source, directory)
+    module = _load_module(source, directory, kept)
+    if kept == torch.bfloat16 and place.type == "cpu" and compute == "auto":
+        storage.compute_in_float32(module)
+    nn.Module.to(module, place)
     return BaseModel(
         info=_describe(name, directory, module),
         module=module,
         tokenizer_dir=directory if _has_tokenizer(directory) else None,
     )
+
+
+def find_device(wanted: Device = "auto") -> torch.device:
+    """Raises INVALID_ARGUMENT for a GPU that torch does not see."""
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"Device 'cuda': torch {torch.__version__} sees no GPU here. Use --device cpu, or install a build of torch "
+            "for this machine's GPU and its driver.",
+            device=wanted,
+        )
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -142,12 +191,12 @@ def _cached_snapshot(source: str) -> Path | None:
         return None
 
 
-def _load_module(source: str, directory: Path) -> PreTrainedModel:
+def _load_module(source: str, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     with _without_progress_bar():
         # The option's return type is not in the signature.
         module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             directory,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,

@@ -5,7 +5,7 @@ For a row with hidden state h, logits z = W h + scale * B A h, targets k and der
     lp_k = z_k - logsumexp(z)        dL/dz = sum_k g_k (onehot(k) - softmax(z))
 
 so logits live only in one buffer of CHUNK_VALUES floats, whatever the number of tokens; the derivatives by h, A and B
-are summed from it at once. All in float32.
+are summed from it at once. Logits and all that comes of them are float32, whatever W and h are kept in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from backend.trainer import storage
 from backend.trainer.lora import LoraWeights
 
 # 32 MB of float32. Matrix products reach their full speed from about 256 rows on.
@@ -36,26 +37,31 @@ class TargetTokens:
 
     def select(self, rows: Tensor, num_rows: int) -> tuple[TargetTokens, Tensor]:
         """(the targets of these ascending rows, renumbered; where they stood)."""
-        renumbered = torch.full((num_rows,), -1).index_copy_(0, rows, torch.arange(len(rows)))
+        device = rows.device
+        renumbered = torch.full((num_rows,), -1, device=device)
+        renumbered.index_copy_(0, rows, torch.arange(len(rows), device=device))
         new_rows = renumbered[self.rows]
         kept = (new_rows >= 0).nonzero().squeeze(1)
         return TargetTokens(ids=self.ids[kept], rows=new_rows[kept]), kept
 
     def between(self, start: int, stop: int) -> tuple[TargetTokens, slice]:
         """(the targets of rows start..stop, numbered from 0; where they stood)."""
-        bounds = torch.searchsorted(self.rows, torch.tensor([start, stop]))
-        here = slice(int(bounds[0]), int(bounds[1]))
+        wanted = torch.tensor([start, stop], device=self.rows.device)
+        bounds = torch.searchsorted(self.rows, wanted).tolist()
+        here = slice(*bounds)
         return TargetTokens(ids=self.ids[here], rows=self.rows[here] - start), here
 
 
-def targets_of(arrays: list[np.ndarray]) -> TargetTokens:
+def targets_of(arrays: list[np.ndarray], device: torch.device | None = None) -> TargetTokens:
     """Of packed samples: each array is (N,) or (N, K), and N rows take its values."""
     ids = np.concatenate([array.reshape(-1) for array in arrays])
     widths = np.concatenate(
         [np.full(len(array), 1 if array.ndim == 1 else array.shape[1]) for array in arrays]
     )
     rows = np.repeat(np.arange(len(widths)), widths)
-    return TargetTokens(ids=torch.from_numpy(ids), rows=torch.from_numpy(rows))
+    return TargetTokens(
+        ids=torch.from_numpy(ids).to(device), rows=torch.from_numpy(rows).to(device)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +85,7 @@ class Head:
         self._bias = None if linear.bias is None else linear.bias.detach()
         vocab_size = len(self._weight)
         self.chunk_rows = max(MIN_CHUNK_ROWS, chunk_values // vocab_size)
-        self._buffer = torch.empty(0, vocab_size)
+        self._buffer = torch.empty(0, vocab_size, device=self._weight.device)
         self.gradients: HeadGradients | None = None
 
     @torch.no_grad()
@@ -87,10 +93,10 @@ class Head:
         self, hidden_TH: Tensor, targets: TargetTokens, lora: LoraWeights | None
     ) -> Tensor:
         """float32 (E,)."""
-        logprobs = torch.empty(len(targets.ids))
+        logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
         for start, stop in self._chunks(len(hidden_TH)):
             chunk, here = targets.between(start, stop)
-            logits_CV, _ = self._logits(hidden_TH[start:stop], lora)
+            logits_CV, _, _ = self._logits(hidden_TH[start:stop], lora)
             logprobs[here] = _softmax_(logits_CV, chunk)
         return logprobs
 
@@ -104,9 +110,9 @@ class Head:
             gradient: d loss / d lp, float32 (E,).
 
         Returns:
-            d loss / d hidden (T, H).
+            d loss / d hidden (T, H), float32.
         """
-        grad_hidden = torch.zeros_like(hidden_TH)
+        grad_hidden = torch.zeros_like(hidden_TH, dtype=torch.float32)
         rows = _rows_with(gradient, targets, len(hidden_TH)).nonzero().squeeze(1)
         chosen, where = targets.select(rows, len(hidden_TH))
         _, grad_hidden[rows] = self._sweep(hidden_TH[rows], chosen, gradient[where], lora)
@@ -117,7 +123,8 @@ class Head:
         self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
     ) -> tuple[Tensor, Tensor]:
         """(logprobs (E,), d loss / d hidden), as `backward`; logits of a row are computed once for both."""
-        logprobs, grad_hidden = torch.empty(len(targets.ids)), torch.zeros_like(hidden_TH)
+        logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
+        grad_hidden = torch.zeros_like(hidden_TH, dtype=torch.float32)
         is_active = _rows_with(gradient, targets, len(hidden_TH))
         rows = is_active.nonzero().squeeze(1)
         chosen, where = targets.select(rows, len(hidden_TH))
@@ -132,15 +139,15 @@ class Head:
     def _sweep(
         self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(targets.ids))
-        grad_hidden = torch.empty_like(hidden_TH)
+        logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
+        grad_hidden = torch.empty_like(hidden_TH, dtype=torch.float32)
         for start, stop in self._chunks(len(hidden_TH)):
             chunk, here = targets.between(start, stop)
-            hidden_CH, grad_CH = hidden_TH[start:stop], grad_hidden[start:stop]
-            logits_CV, down_CR = self._logits(hidden_CH, lora)
+            logits_CV, hidden_CH, down_CR = self._logits(hidden_TH[start:stop], lora)
+            grad_CH = grad_hidden[start:stop]
             logprobs[here] = _softmax_(logits_CV, chunk)
             _to_gradient_(logits_CV, chunk, gradient[here])
-            torch.mm(logits_CV, self._weight, out=grad_CH)
+            storage.back_product(logits_CV, self._weight, out=grad_CH)
             if self.gradients is not None:
                 self.gradients.add(logits_CV, hidden_CH)
             if lora is not None and down_CR is not None:
@@ -151,19 +158,28 @@ class Head:
         starts = range(0, num_rows, self.chunk_rows)
         return [(start, min(start + self.chunk_rows, num_rows)) for start in starts]
 
-    def _logits(self, hidden_CH: Tensor, lora: LoraWeights | None) -> tuple[Tensor, Tensor | None]:
-        """(logits in the one buffer, A h of the adapter)."""
+    def _logits(
+        self, hidden_CH: Tensor, lora: LoraWeights | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(logits in the one buffer, hidden states in float32, A h of the adapter)."""
         if len(self._buffer) < len(hidden_CH):
-            self._buffer = torch.empty(len(hidden_CH), len(self._weight))
-        logits_CV = torch.mm(hidden_CH, self._weight.T, out=self._buffer[: len(hidden_CH)])
+            self._buffer = self._weight.new_empty(
+                len(hidden_CH), len(self._weight), dtype=torch.float32
+            )
+        logits_CV, wide_CH = self._buffer[: len(hidden_CH)], hidden_CH.float()
+        if hidden_CH.is_cuda and hidden_CH.dtype == self._weight.dtype != torch.float32:
+            torch.mm(hidden_CH, self._weight.T, out_dtype=torch.float32, out=logits_CV)
+        else:
+            storage.product(wide_CH, self._weight, out=logits_CV)
         if self._bias is not None:
             logits_CV += self._bias
-        return logits_CV, None if lora is None else lora.add_to(logits_CV, hidden_CH)
+        return logits_CV, wide_CH, None if lora is None else lora.add_to(logits_CV, wide_CH)
 
 
 def _rows_with(gradient: Tensor, targets: TargetTokens, num_rows: int) -> Tensor:
     """bool (T,): whether a row has any target whose logprob matters."""
-    return torch.zeros(num_rows).index_add_(0, targets.rows, gradient.abs()) > 0
+    by_row = torch.zeros(num_rows, device=gradient.device)
+    return by_row.index_add_(0, targets.rows, gradient.abs()) > 0
 
 
 def _softmax_(logits_CV: Tensor, targets: TargetTokens) -> Tensor:
@@ -181,6 +197,7 @@ def _softmax_(logits_CV: Tensor, targets: TargetTokens) -> Tensor:
 
 def _to_gradient_(probabilities_CV: Tensor, targets: TargetTokens, gradient: Tensor) -> None:
     """Turns probabilities into d loss / d logits, in place."""
-    by_row = torch.zeros(len(probabilities_CV)).index_add_(0, targets.rows, gradient)
+    by_row = torch.zeros(len(probabilities_CV), device=gradient.device)
+    by_row.index_add_(0, targets.rows, gradient)
     probabilities_CV.mul_(by_row.neg_().unsqueeze(1))
     probabilities_CV.index_put_((targets.rows, targets.ids), gradient, accumulate=True)
