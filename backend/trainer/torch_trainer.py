@@ -23,7 +23,8 @@ from backend.trainer.base import (
     WeightsConfig,
 )
 from backend.trainer.base_model import BaseModel
-from backend.trainer.checks import check_lora, check_optim
+from backend.trainer.checks import check_lora, check_optim, check_room_for_full_weights
+from backend.trainer.full_slot import FullSlot
 from backend.trainer.objective import Objective
 from backend.trainer.packed_model import PackedModel, pack
 from backend.trainer.packing import DEFAULT_TOKEN_BUDGET, plan
@@ -38,6 +39,7 @@ class TorchTrainer:
     """See `backend.trainer.base.Trainer`."""
 
     def __init__(self, base: BaseModel, *, token_budget: int = DEFAULT_TOKEN_BUDGET) -> None:
+        self._base = base
         self._info = base.info
         self._packed = PackedModel(base)
         self._token_budget = token_budget
@@ -108,7 +110,9 @@ class TorchTrainer:
 
     def _new_slot(self, weights: WeightsConfig, optimizer: OptimizerConfig) -> Slot:
         if isinstance(weights, FullConfig):
-            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be trained yet: use LoRA.")
+            running = [name for name, slot in self._slots.items() if isinstance(slot, FullSlot)]
+            check_room_for_full_weights(running, self._info.name)
+            return FullSlot(self._base, optimizer)
         check_lora(weights, self._info)
         return AdapterSlot(weights, self._packed.layers(weights), optimizer)
 

@@ -1,0 +1,134 @@
+"""One session's own copy of the whole model in memory: weights, gradients and moments, each one flat buffer.
+
+It takes 16 bytes a parameter with AdamW: 4 for the weights, 4 for the window's gradient, 8 for the moments. The first
+pass of a window adds straight to the window's gradient, which counts only once the pass has succeeded; a second one
+has a buffer of its own, 4 bytes more until the optimiser steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backend.trainer.base import (
+    ADAMW,
+    FullWeights,
+    OptimizerConfig,
+    OptimizerState,
+    OptimParams,
+    Weights,
+)
+from backend.trainer.base_model import BaseModel
+from backend.trainer.checks import check_full_weights
+from backend.trainer.flat_optimizer import FlatOptimizer
+from backend.trainer.full_model import FullModel
+from backend.trainer.lora import Segment
+from backend.trainer.model_layout import ModelLayout
+from backend.trainer.packed_model import Forward, PackedRow
+from together_post_training.errors import Reason, fail
+
+
+class FullSlot:
+    """See `backend.trainer.slot.Slot`. Owned by the trainer's thread."""
+
+    def __init__(self, base: BaseModel, optimizer: OptimizerConfig = ADAMW) -> None:
+        layout = ModelLayout(base.module)
+        self._layout = layout.tensors
+        self._model = FullModel(base, layout)
+        self._optimizer = FlatOptimizer(
+            optimizer, self._model.weights, layout.tensors, layout.matrices
+        )
+        self._window_gradient: Tensor | None = None
+        self._second_gradient: Tensor | None = None
+        self._pass_gradient: Tensor | None = None
+        self._has_gradients = False
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        return self._optimizer.config
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._has_gradients
+
+    @property
+    def own_model(self) -> FullSlot:
+        return self
+
+    def segment(self, start: int, stop: int) -> Segment:
+        return Segment(start=start, stop=stop, weights={})
+
+    def forward(
+        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+    ) -> Forward:
+        """See `backend.trainer.slot.RowModel`."""
+        if for_backward and self._pass_gradient is None:
+            self._pass_gradient = self._new_gradient()
+            self._model.accumulate_into(self._pass_gradient)
+        return self._model.forward(row, segments, for_backward=for_backward)
+
+    def begin_pass(self) -> None:
+        """A pass without backward needs no buffer, so none is made before one asks."""
+        self._pass_gradient = None
+
+    def commit_pass(self) -> None:
+        """See `backend.trainer.slot.Slot.commit_pass`."""
+        gradient = self._pass_gradient
+        assert gradient is not None, "a pass has samples"
+        if not math.isfinite(gradient.sum()):
+            self._require_finite(gradient)
+        if gradient is not self._window_gradient:
+            assert self._window_gradient is not None
+            self._window_gradient.add_(gradient)
+        self._has_gradients = True
+
+    def clear_gradients(self) -> None:
+        self._has_gradients = False
+        self._second_gradient = self._pass_gradient = None
+        self._model.accumulate_into(None)
+
+    def optim_step(self, params: OptimParams) -> dict[str, float]:
+        """See `backend.trainer.base.Trainer.optim_step`."""
+        gradient = self._window_gradient
+        assert gradient is not None, "optim_step is called only with gradients"
+        self.clear_gradients()
+        return self._optimizer.step(gradient, params)
+
+    def copy_weights(self) -> FullWeights:
+        return FullWeights(tensors=self._layout.copies(self._model.weights))
+
+    def optimizer_state(self) -> OptimizerState:
+        return self._optimizer.state()
+
+    def load(self, weights: Weights, optimizer: OptimizerState | None) -> None:
+        """See `backend.trainer.base.Trainer.load`."""
+        whole = check_full_weights(weights, self._layout.shapes)
+        if optimizer is not None:
+            self._optimizer.check(optimizer)
+        self._layout.fill(self._model.weights, whole.tensors)
+        self._optimizer.load(optimizer)
+        self.clear_gradients()
+
+    def _new_gradient(self) -> Tensor:
+        if not self._has_gradients:
+            self._window_gradient = _zeros(self._window_gradient, self._model.weights)
+            return self._window_gradient
+        self._second_gradient = _zeros(self._second_gradient, self._model.weights)
+        return self._second_gradient
+
+    def _require_finite(self, gradient: Tensor) -> None:
+        """A sum of finite numbers may overflow: only then is each looked at."""
+        for name, part in self._layout.views(gradient).items():
+            if not part.isfinite().all():
+                raise fail(
+                    Reason.NON_FINITE_LOSS,
+                    f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
+                    tensor=name,
+                )
+
+
+def _zeros(buffer: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if buffer is None else buffer.zero_()
