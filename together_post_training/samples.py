@@ -80,25 +80,6 @@ def check(samples: Sequence[Sample], loss: str, limits: Limits) -> list[Sample]:
     return [_check_one(i, sample, loss, contract, limits) for i, sample in enumerate(samples)]
 
 
-def check_none_provided(samples: Sequence[Sample], loss: str) -> None:
-    """Samples as they came must not have what the server itself adds for a loss.
-
-    Raises:
-        PostTrainingError: UNKNOWN_INPUT, naming the sample's index and the key.
-    """
-    for key in losses.contract(loss).provided:
-        for i, sample in enumerate(samples):
-            if key in sample.inputs:
-                raise fail(
-                    Reason.UNKNOWN_INPUT,
-                    f"Sample {i} has an input {key!r}: for loss {loss!r} this server takes it from its own record of "
-                    "the sequences that the sample's provenance spans name. Remove it.",
-                    sample=i,
-                    key=key,
-                    loss=loss,
-                )
-
-
 def check_gradients(samples: Sequence[Sample], gradients: Sequence[Array]) -> list[Array]:
     """Custom gradients as float32 arrays, one of its target_tokens' shape for each sample."""
     if len(samples) != len(gradients):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from backend.checkpoints.manifest import FOLDERS, Manifest
 from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from backend.operations import notices
 from backend.operations.session import Operation, Session
 from backend.operations.trainer_thread import TrainerThread
 from backend.operations.work import (
@@ -23,6 +24,9 @@ from together_post_training.alignment import alignment_report
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
 from together_post_training.v1 import operations_pb2 as pb
+
+# A pass's operation, and what its caller should know.
+Shown = tuple[pb.Operation, notices.Notices]
 
 
 class Publisher(Protocol):
@@ -69,7 +73,11 @@ class TrainerActions:
         self, operations: Sequence[Operation]
     ) -> list[pb.Operation | PostTrainingError]:
         works = [_pass(operation) for operation in operations]
-        return await self._thread.call(_run_passes, self._trainer, works)
+        ended = await self._thread.call(_run_passes, self._trainer, works)
+        return [
+            _noticed(operation.session, one)
+            for operation, one in zip(operations, ended, strict=True)
+        ]
 
     async def _optim_step(self, session: Session, params: OptimParams) -> pb.Operation:
         metrics = await self._thread.call(_step, self._trainer, session.id, params)
@@ -160,7 +168,17 @@ def _pass(operation: Operation) -> Pass:
     return operation.work.work
 
 
-def _run_passes(trainer: Trainer, works: Sequence[Pass]) -> list[pb.Operation | PostTrainingError]:
+def _noticed(
+    session: Session, ended: Shown | PostTrainingError
+) -> pb.Operation | PostTrainingError:
+    if isinstance(ended, PostTrainingError):
+        return ended
+    operation, found = ended
+    notices.give(session, operation, found)
+    return operation
+
+
+def _run_passes(trainer: Trainer, works: Sequence[Pass]) -> list[Shown | PostTrainingError]:
     if len(works) == 1:
         return [_shown(works[0], trainer.run(works[0]))]
     results = trainer.run_batch(works)
@@ -170,14 +188,14 @@ def _run_passes(trainer: Trainer, works: Sequence[Pass]) -> list[pb.Operation | 
     ]
 
 
-def _shown(work: Pass, result: PassResult) -> pb.Operation:
+def _shown(work: Pass, result: PassResult) -> Shown:
     operation = pb.Operation()
     shown = operation.forward_backward
     for logprobs in result.logprobs:
         tensors.encode_into(shown.loss_fn_outputs.add().tensors["logprobs"], logprobs)
     shown.metrics.update(result.metrics)
     shown.metrics.update(alignment_report(work.samples, result.logprobs))
-    return operation
+    return operation, notices.notices_of(work)
 
 
 def _step(trainer: Trainer, session: str, params: OptimParams) -> dict[str, float] | None:

@@ -43,6 +43,7 @@ def end(operation: pb.Operation, as_: pb.Operation, now: float) -> None:
 def without_result(operation: pb.Operation) -> pb.Operation:
     """A copy of everything but the result, which may be large."""
     header = pb.Operation(name=operation.name, kind=operation.kind, state=operation.state)
+    header.warnings.extend(operation.warnings)
     for field in ("create_time", "start_time", "end_time", "error"):
         if operation.HasField(field):
             getattr(header, field).CopyFrom(getattr(operation, field))

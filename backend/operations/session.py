@@ -24,6 +24,7 @@ class Session:
     held: operations that wait for an earlier number to arrive.
     ended_through, ended: the number up to which all operations have ended; later ones that have.
     num_live: operations that were submitted and have not ended.
+    warned_of: the kinds of warnings that its operations have had.
     """
 
     shown: sessions_pb2.Session
@@ -38,6 +39,7 @@ class Session:
     ended: set[int] = field(default_factory=set)
     ended_through: int = 0
     num_live: int = 0
+    warned_of: set[str] = field(default_factory=set)
     _none_live: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -55,8 +55,8 @@ class LossContract:
     """What a loss takes.
 
     inputs: required of the caller; `optional` may be given.
-    provided: required too, but added by the server, from its record of the sequences that it sampled; a caller who
-        brings one of them is refused.
+    provided: required too, but added by the server, from its record of the sequences that it sampled; what a caller
+        brings of them must be the same.
     params: by name. An input of the same name holds the value of each position instead.
     takes_2d: targets may be (N, K), each position scored on K tokens.
     linear: the derivative does not depend on the log-probabilities.

@@ -1,0 +1,36 @@
+"""What a caller should know of a pass though it succeeded: warnings of its operation, each kind once per session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from backend.operations.session import Session
+from backend.trainer.base import Pass
+from together_post_training import losses
+from together_post_training.v1 import operations_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# By kind, which is a few words for the log.
+Notices = Mapping[str, str]
+
+
+def notices_of(work: Pass) -> Notices:
+    """Of a pass that has run. Called on the trainer's thread."""
+    notices: dict[str, str] = {}
+    notice = losses.contract(work.loss).notice
+    if notice:
+        notices[f"loss {work.loss}"] = notice
+    return notices
+
+
+def give(session: Session, operation: pb.Operation, notices: Notices) -> None:
+    """Adds those that are new to the session to the operation's warnings. Called on the event loop."""
+    for kind, text in notices.items():
+        if kind in session.warned_of:
+            continue
+        session.warned_of.add(kind)
+        operation.warnings.append(text)
+        # Not the text: it may quote what a caller sent.
+        log.warning("session %s is warned: %s", session.id, kind)
