@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,16 +28,8 @@ from backend.trainer.checks import check_adapter
 from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.lora import LoraWeights, Segment
+from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """A linear layer that an adapter trains."""
-
-    path: str
-    num_in: int
-    num_out: int
 
 
 class AdapterSlot:
@@ -50,6 +41,7 @@ class AdapterSlot:
         self, lora: LoraConfig, layers: Sequence[Layer], optimizer: OptimizerConfig = ADAMW
     ) -> None:
         self.lora = lora
+        self._targets = targets.peft_targets(layers)
         self.optimizer_config = optimizer
         self._layout = FlatLayout(_shapes(lora, layers))
         self.weights = nn.Parameter(torch.zeros(self._layout.size))
@@ -98,7 +90,9 @@ class AdapterSlot:
         return self._optimizer.step(self._window_gradient, params)
 
     def copy_weights(self) -> Adapter:
-        return Adapter(lora=self.lora, tensors=self._layout.copies(self.weights))
+        return Adapter(
+            lora=self.lora, tensors=self._layout.copies(self.weights), targets=self._targets
+        )
 
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(
@@ -125,7 +119,7 @@ class AdapterSlot:
         gradients = self._layout.views(self._pass_gradient)
         by_path = {}
         for layer in layers:
-            a, b = targets.tensor_names(layer.path)
+            a, b = layer.tensors
             by_path[layer.path] = LoraWeights(
                 a=weights[a],
                 b=weights[b],
@@ -157,9 +151,7 @@ def _adapter(weights: Weights) -> Adapter:
 def _shapes(lora: LoraConfig, layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in layers:
-        a, b = targets.tensor_names(layer.path)
-        shapes[a] = (lora.rank, layer.num_in)
-        shapes[b] = (layer.num_out, lora.rank)
+        shapes.update(zip(layer.tensors, layer.shapes(lora.rank), strict=True))
     return shapes
 
 

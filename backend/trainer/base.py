@@ -71,14 +71,30 @@ WeightsConfig = LoraConfig | FullConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeftTargets:
+    """How PEFT finds an adapter's layers in the base model: by names of modules and of parameters.
+
+    fan_in_fan_out: some of them keep their weights as (in, out).
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """A copy of an adapter's weights, float32, by the name that PEFT's file format gives them.
 
-    `{prefix}.lora_A.weight` has shape (rank, in), `{prefix}.lora_B.weight` (out, rank). Never written to.
+    `{prefix}.lora_A.weight` has shape (rank, in), `{prefix}.lora_B.weight` (out, rank); E experts have theirs in one
+    pair, (rank * E, in) and (out, rank * E). Never written to.
+
+    targets: None: linear layers alone, at the paths that the names give.
     """
 
     lora: LoraConfig
     tensors: Mapping[str, Array]
+    targets: PeftTargets | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from backend.trainer import targets
-from backend.trainer.adapter_slot import Layer
+from backend.trainer import experts, targets
 from backend.trainer.attention import PACKED
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
 from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
 from backend.trainer.packing import Run, runs_of
+from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Sample
 
@@ -112,17 +112,17 @@ class PackedModel:
         """Raises UNIMPLEMENTED for an architecture that it does not know, or does not compute as transformers does."""
         self._view = base.view(PACKED)
         self._routing = Routing()
+        self._layers = targets.layers_of(self._view)
         linear = targets.linear_layers(self._view)
         self._head = Head(linear[HEAD_PATH], chunk_values)
-        self._layers = {path: _layer(path, layer) for path, layer in linear.items()}
+        experts.install(self._view, targets.expert_modules(self._view), self._routing)
         for path in linear.keys() - {HEAD_PATH}:
             self._view.set_submodule(path, LoraLinear(linear[path], path, self._routing))
         self._check_equals(base)
 
     def layers(self, lora: LoraConfig) -> list[Layer]:
         """Those that an adapter of this configuration trains, in the model's order."""
-        wanted = targets.trained_names(self._view.config.model_type, lora)
-        return [layer for path, layer in self._layers.items() if path.rsplit(".", 1)[-1] in wanted]
+        return targets.select(self._layers, self._view.config.model_type, lora)
 
     def forward(
         self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
@@ -173,7 +173,3 @@ def whole_row(
 ) -> Segment:
     """The one segment of a row that belongs to one session, or to the base."""
     return Segment(start=0, stop=row.input_ids.shape[1], weights=weights, anchor=anchor)
-
-
-def _layer(path: str, linear: nn.Linear) -> Layer:
-    return Layer(path=path, num_in=linear.in_features, num_out=linear.out_features)

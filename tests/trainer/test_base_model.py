@@ -170,8 +170,8 @@ def test_features_that_are_off_are_no_reason_to_refuse(llama, settings):
 
 
 def test_architecture_whose_layers_are_not_known_is_refused_by_name(tmp_path: Path):
-    base = base_model.load("m", str(models.rand(tmp_path / "gpt2", "gpt2")))
-    with pytest.raises(PostTrainingError, match=r"'gpt2'.*llama") as error:
+    base = base_model.load("m", str(models.rand(tmp_path / "gpt_neox", "gpt_neox")))
+    with pytest.raises(PostTrainingError, match=r"'gpt_neox'.*llama") as error:
         TorchTrainer(base)
     assert error.value.reason is Reason.UNIMPLEMENTED
 
