@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties.strategies import tokens
 from together_post_training import samples
-from together_post_training.alignment import alignment_report
+from together_post_training.alignment import alignment_report, alignment_warning, inspect
 from together_post_training.samples import Sample
 
 TARGETS, LOGPROBS = "alignment_shifted_targets:sum", "alignment_shifted_logprobs:sum"
@@ -87,3 +88,124 @@ def test_few_positions_or_none_with_an_advantage_are_not_judged():
     batch = [policy_sample(off[:9]), policy_sample(off, advantages), policy_sample(off)]
     logprobs = [current[:9], current, current]
     assert alignment_report(batch, logprobs)[LOGPROBS] == 1
+
+
+# What the warning says
+
+
+def warning_of(*batch: Sample, logprobs: list[np.ndarray] | None = None) -> str:
+    warning = alignment_warning(batch, logprobs)
+    assert warning is not None
+    assert "Nothing was shifted" in warning
+    return warning
+
+
+def targets_sample(ids: list[int], targets: list[int], **inputs: list[float]) -> Sample:
+    arrays = {key: np.array(values, np.float32) for key, values in inputs.items()}
+    return Sample(tokens=np.array(ids), inputs={"target_tokens": np.array(targets), **arrays})
+
+
+FINE = targets_sample([1, 2, 3], [2, 3, 4])
+
+
+@given(st.lists(tokens(min_size=2), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_law_3_aligned_samples_warn_of_nothing(sequences, seed):
+    batch = [samples.build(ids) for ids in sequences]
+    assert alignment_warning(batch) is None
+    current = logprobs_of(seed, 24)
+    assert alignment_warning([policy_sample(current)], [current]) is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        ([5, 6, 7, 8, 9], "look unshifted, as they equal the model input in place"),
+        ([7, 8, 9, 1, 2], "look shifted twice"),
+        ([4, 5, 6, 7, 8], "look shifted to the wrong side"),
+        ([6, 7, 8, 0, 1], "borders between packed documents"),
+    ],
+)
+def test_law_3_the_warning_names_the_shift(targets, says):
+    warning = warning_of(FINE, targets_sample([5, 6, 7, 8, 9], targets))
+    assert warning.startswith("Sample 1: target_tokens[")
+    assert says in warning
+    assert "such samples: 1 of 2" in warning
+
+
+def test_the_warning_names_the_first_position_that_counts_and_what_is_there():
+    shifted = targets_sample([5, 6, 7, 8], [5, 6, 7, 8], weights=[0, 1, 1, 1])
+    warning = warning_of(FINE, FINE, shifted)
+    assert warning.startswith(
+        "Sample 2: target_tokens[1] is 6, but model_input[2] is 7 (such positions in this sample: 2 of 4"
+    )
+
+
+def test_a_shifted_sample_is_named_before_one_with_a_border():
+    border = targets_sample([1, 2, 7, 8], [2, 3, 8, 9])
+    assert warning_of(border, targets_sample([5, 6, 7], [5, 6, 7])).startswith("Sample 1")
+    assert warning_of(border, FINE).startswith(
+        "Sample 0: target_tokens[1] is 3, but model_input[2] is 7"
+    )
+
+
+def test_targets_of_several_tokens_are_left_out_of_the_warning():
+    wide = Sample(tokens=np.array([1, 2]), inputs={"target_tokens": np.array([[5, 6], [7, 8]])})
+    assert alignment_warning([wide]) is None
+    assert warning_of(wide, targets_sample([5, 6, 7], [5, 6, 7])).startswith("Sample 1")
+
+
+@pytest.mark.parametrize(
+    ("shift", "side", "hint"),
+    [(1, "left", "Drop the first value"), (-1, "right", "the first value was dropped twice")],
+)
+def test_law_3_the_warning_names_the_side_of_shifted_logprobs(shift, side, hint):
+    """Sampling logprobs that are late by one must move to the left."""
+    current = logprobs_of(3, 24)
+    shifted = policy_sample(np.roll(current, shift))
+    warning = warning_of(policy_sample(current), shifted, logprobs=[current, current])
+    assert warning.startswith(
+        f"Sample 1: the sampling logprobs fit the current policy better one position to the {side}"
+    )
+    assert hint in warning
+    assert (
+        f"at position 1 the policy gives {current[1]:.3f}, logprobs[1] is {current[1 - shift]:.3f}"
+        in warning
+    )
+    assert f"logprobs[{1 + shift}] is {current[1]:.3f}" in warning
+
+
+def test_shifted_targets_are_told_of_before_shifted_logprobs():
+    current = logprobs_of(3, 24)
+    sample = policy_sample(np.roll(current, 1))
+    unshifted = Sample(
+        tokens=sample.tokens, inputs={**sample.inputs, "target_tokens": sample.tokens}
+    )
+    found = inspect([unshifted], [current])
+    assert found.metrics == {TARGETS: 23, LOGPROBS: 1}
+    assert found.warning is not None
+    assert "unshifted" in found.warning
+
+
+@given(
+    batch=st.lists(
+        st.tuples(tokens(), tokens(), st.booleans(), st.booleans()), min_size=1, max_size=5
+    ),
+    seed=st.integers(0, 10**6),
+)
+def test_law_4_a_batch_is_reported_as_its_samples_are_one_by_one(batch, seed):
+    random = np.random.default_rng(seed)
+    made, current = [], []
+    for ids, targets, is_policy, is_shifted in batch:
+        size = len(ids) + 10
+        inputs = {"target_tokens": np.resize(np.array(targets), size)}
+        current.append(random.normal(size=size).astype(np.float32))
+        if is_policy:
+            inputs["logprobs"] = np.roll(current[-1], is_shifted)
+            inputs["advantages"] = (random.random(size) < 0.9).astype(np.float32)
+        made.append(Sample(tokens=np.resize(np.array(ids), size), inputs=inputs))
+    alone = [
+        alignment_report([sample], [logprobs])
+        for sample, logprobs in zip(made, current, strict=True)
+    ]
+    together = alignment_report(made, current)
+    assert together == {key: sum(report[key] for report in alone) for key in together}
