@@ -17,7 +17,7 @@ from backend.services import wire
 from backend.services.fields import check_metadata, invalid, optional
 from backend.services.recorded_inputs import with_recorded
 from backend.trainer.base import AdamParams, Pass
-from backend.trainer.checks import check_adam
+from backend.trainer.checks import check_params
 from together_post_training import losses, samples, tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.names import check_checkpoint_name, parse_checkpoint_path
@@ -88,7 +88,7 @@ def optim_step_work(request: pb.OptimStepRequest) -> OptimStepWork:
         )
     given = {field.name: value for field, value in request.adam.ListFields()}
     params = replace(_NATIVE_ADAM, **given)
-    check_adam(params)
+    check_params(params)
     return OptimStepWork(params=params)
 
 

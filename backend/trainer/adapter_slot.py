@@ -16,7 +16,6 @@ from torch import nn
 from backend.trainer import targets
 from backend.trainer.base import (
     ADAMW,
-    AdamParams,
     Adapter,
     LoraConfig,
     OptimizerConfig,
@@ -25,8 +24,8 @@ from backend.trainer.base import (
     Weights,
 )
 from backend.trainer.checks import check_adapter
-from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
+from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.lora import LoraWeights, Segment
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
@@ -42,15 +41,19 @@ class AdapterSlot:
     ) -> None:
         self.lora = lora
         self._targets = targets.peft_targets(layers)
-        self.optimizer_config = optimizer
         self._layout = FlatLayout(_shapes(lora, layers))
         self.weights = nn.Parameter(torch.zeros(self._layout.size))
-        self._optimizer = FlatAdamW(self.weights)
+        # Every tensor of an adapter is a matrix.
+        self._optimizer = FlatOptimizer(optimizer, self.weights, self._layout)
         self._pass_gradient = torch.zeros(self._layout.size)
         self._window_gradient = torch.zeros(self._layout.size)
         self._has_gradients = False
         self.by_path = self._by_path(layers)
         _draw(self.by_path, lora.seed)
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        return self._optimizer.config
 
     @property
     def has_gradients(self) -> bool:
@@ -84,7 +87,6 @@ class AdapterSlot:
 
     def optim_step(self, params: OptimParams) -> dict[str, float]:
         """See `backend.trainer.base.Trainer.optim_step`."""
-        assert isinstance(params, AdamParams)
         assert self._has_gradients, "optim_step is called only with gradients"
         self._has_gradients = False
         return self._optimizer.step(self._window_gradient, params)
@@ -95,23 +97,16 @@ class AdapterSlot:
         )
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(
-            num_steps=self._optimizer.num_steps,
-            moments={
-                "exp_avg": self._layout.copies(self._optimizer.exp_avg),
-                "exp_avg_sq": self._layout.copies(self._optimizer.exp_avg_sq),
-            },
-        )
+        return self._optimizer.state()
 
     def load(self, weights: Weights, optimizer: OptimizerState | None) -> None:
         """See `backend.trainer.base.Trainer.load`."""
         adapter = _adapter(weights)
-        check_adapter(adapter, optimizer, self.lora, self._layout.shapes)
-        self._layout.fill(self.weights, adapter.tensors)
-        self._optimizer.reset(0 if optimizer is None else optimizer.num_steps)
+        check_adapter(adapter, self.lora, self._layout.shapes)
         if optimizer is not None:
-            self._layout.fill(self._optimizer.exp_avg, optimizer.moments["exp_avg"])
-            self._layout.fill(self._optimizer.exp_avg_sq, optimizer.moments["exp_avg_sq"])
+            self._optimizer.check(optimizer)
+        self._layout.fill(self.weights, adapter.tensors)
+        self._optimizer.load(optimizer)
         self._has_gradients = False
 
     def _by_path(self, layers: Sequence[Layer]) -> Mapping[str, LoraWeights]:

@@ -13,17 +13,14 @@ the float32 log-probabilities that are returned, so that sending them back gives
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backend.trainer.adam import AdamState, adamw, clip_factor, global_norm
 from backend.trainer.base import (
     ADAMW,
-    AdamParams,
     Adapter,
     Array,
     FullConfig,
@@ -47,6 +44,7 @@ from backend.trainer.checks import (
     require_adapter,
 )
 from backend.trainer.objective import Objective
+from backend.trainer.reference_optimizer import ReferenceOptimizer
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Limits, Sample
 
@@ -56,6 +54,8 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"
 LORA_A = "base_model.model.lm_head.lora_A.weight"
 LORA_B = "base_model.model.lm_head.lora_B.weight"
+# What Muon steps; the head itself is AdamW's, as in every model.
+_MATRICES = (LORA_A, LORA_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +139,7 @@ class _Session:
     """Owned by the trainer. `gradient`: float64 sums since the last step; None before the first pass."""
 
     weights: Weights
-    optimizer: OptimizerState
+    optimizer: ReferenceOptimizer
     gradient: dict[str, Array] | None = None
     # log p of the current weights, (V, V); made when first asked for.
     logprobs: Array | None = field(default=None, repr=False)
@@ -168,7 +168,9 @@ class BigramTrainer:
                 Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
             )
         made = self._full_weights() if isinstance(weights, FullConfig) else self._adapter(weights)
-        self._sessions[session] = _Session(weights=made, optimizer=_fresh_moments(made))
+        self._sessions[session] = _Session(
+            weights=made, optimizer=ReferenceOptimizer(optimizer, made.tensors, _MATRICES)
+        )
 
     def delete_session(self, session: str) -> None:
         self._session(session)
@@ -197,22 +199,13 @@ class BigramTrainer:
         self._session(session).gradient = None
 
     def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
-        check_optim(params, ADAMW)
-        assert isinstance(params, AdamParams)
         state = self._session(session)
+        check_optim(params, state.optimizer.config)
         assert state.gradient is not None, "optim_step is called only with gradients"
         gradient, state.gradient = state.gradient, None
-        norm = global_norm(gradient.values())
-        if not math.isfinite(norm):
-            raise _non_finite(session, f"the norm of its gradient is {norm}")
-        weights, optimizer = _stepped(
-            state, gradient, clip_factor(norm, params.grad_clip_norm), params
-        )
-        # Moments are kept in float32: a norm may be finite where its square no longer is.
-        for tensors in (weights.tensors, *optimizer.moments.values()):
-            _require_finite(tensors, session, "after this step")
-        state.weights, state.optimizer, state.logprobs = weights, optimizer, None
-        return {"unclipped_grad_l2:mean": norm}
+        tensors, metrics = state.optimizer.step(state.weights.tensors, gradient, params)
+        state.weights, state.logprobs = replace(state.weights, tensors=tensors), None
+        return metrics
 
     # Weights and moments are values: steps and loads replace them, so handing them out copies nothing.
 
@@ -220,7 +213,7 @@ class BigramTrainer:
         return self._session(session).weights
 
     def optimizer_state(self, session: str) -> OptimizerState:
-        return self._session(session).optimizer
+        return self._session(session).optimizer.state
 
     def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
         state = self._session(session)
@@ -228,9 +221,11 @@ class BigramTrainer:
         if isinstance(state.weights, FullWeights):
             check_full_weights(weights, shapes)
         else:
-            check_adapter(require_adapter(weights), optimizer, state.weights.lora, shapes)
+            check_adapter(require_adapter(weights), state.weights.lora, shapes)
+        if optimizer is not None:
+            state.optimizer.check(optimizer)
         state.weights = replace(state.weights, tensors=weights.tensors)
-        state.optimizer = optimizer or _fresh_moments(weights)
+        state.optimizer.load(optimizer)
         state.gradient = state.logprobs = None
 
     def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
@@ -289,16 +284,6 @@ def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:
     }
 
 
-def _fresh_moments(weights: Weights) -> OptimizerState:
-    return OptimizerState(
-        num_steps=0,
-        moments={
-            moment: {name: np.zeros_like(t) for name, t in weights.tensors.items()}
-            for moment in ("exp_avg", "exp_avg_sq")
-        },
-    )
-
-
 def _contexts(sample: Sample) -> Array:
     """For each target, the token it follows: the shape of the targets, (N,) or (N, K)."""
     targets = sample.inputs["target_tokens"]
@@ -308,37 +293,6 @@ def _contexts(sample: Sample) -> Array:
 def _target_logprobs(table: Array, sample: Sample) -> Array:
     """float32, the shape of the targets."""
     return table[_contexts(sample), sample.inputs["target_tokens"]].astype(np.float32)
-
-
-def _stepped(
-    state: _Session, gradient: Mapping[str, Array], factor: float, params: AdamParams
-) -> tuple[Weights, OptimizerState]:
-    step = state.optimizer.num_steps + 1
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks
-        after = {
-            name: adamw(_adam_state(state, name), factor * gradient[name], step, params)
-            for name in state.weights.tensors
-        }
-        weights = replace(
-            state.weights,
-            tensors={name: s.weights.astype(np.float32) for name, s in after.items()},
-        )
-        optimizer = OptimizerState(
-            num_steps=step,
-            moments={
-                "exp_avg": {name: s.exp_avg.astype(np.float32) for name, s in after.items()},
-                "exp_avg_sq": {name: s.exp_avg_sq.astype(np.float32) for name, s in after.items()},
-            },
-        )
-    return weights, optimizer
-
-
-def _adam_state(state: _Session, name: str) -> AdamState:
-    return AdamState(
-        weights=state.weights.tensors[name].astype(np.float64),
-        exp_avg=state.optimizer.moments["exp_avg"][name].astype(np.float64),
-        exp_avg_sq=state.optimizer.moments["exp_avg_sq"][name].astype(np.float64),
-    )
 
 
 def _sum(kept: dict[str, Array] | None, added: dict[str, Array]) -> dict[str, Array]:

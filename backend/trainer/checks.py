@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,17 +12,22 @@ from backend.trainer.base import (
     AdamParams,
     Adapter,
     Array,
+    DimuonParams,
     FullWeights,
     LoraConfig,
     ModelInfo,
+    MuonParams,
     OptimizerConfig,
     OptimizerState,
     OptimParams,
     Weights,
 )
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 Shape = tuple[int, ...]
+
+_FAMILIES = {AdamParams: "adamw", MuonParams: "muon", DimuonParams: "dimuon"}
+_MAX_NEWTON_SCHULZ_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,10 @@ _ADAPTER = _Of(
     advice="Rank, trained modules and base model must be those it was saved with.",
 )
 _MODEL = _Of(whole="this model", advice="The base model must be the one it was saved with.")
+_STATE = _Of(
+    whole="this session's weights",
+    advice="What is trained and the base model must be those it was saved with.",
+)
 
 
 def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
@@ -70,36 +79,117 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
 
 def check_optim(params: OptimParams, optimizer: OptimizerConfig) -> None:
     """Raises INVALID_ARGUMENT for parameters outside their range, or of another family than the optimiser."""
-    if not isinstance(params, AdamParams) or optimizer.family != "adamw":
+    check_family(params, optimizer)
+    check_params(params)
+
+
+def check_family(params: OptimParams, optimizer: OptimizerConfig) -> None:
+    """Raises INVALID_ARGUMENT for parameters of another family than the session's optimiser."""
+    family = _FAMILIES[type(params)]
+    if family != optimizer.family:
         raise fail(
-            Reason.UNIMPLEMENTED, f"Optimiser {optimizer.family!r} is not there yet: use AdamW."
+            Reason.INVALID_ARGUMENT,
+            f"This session's optimiser is {optimizer.family}, and the parameters are for {family}: send those of "
+            f"{optimizer.family}. A session keeps the optimiser it was made with.",
+            optimizer=optimizer.family,
+            parameters=family,
         )
-    check_adam(params)
 
 
-def check_adam(params: AdamParams) -> None:
-    """Raises INVALID_ARGUMENT for the first parameter outside its range, with the value."""
-    for name, low, accepted in (
-        ("learning_rate", 0.0, "a finite number, 0 or above"),
-        ("weight_decay", 0.0, "a finite number, 0 or above"),
-        ("grad_clip_norm", 0.0, "a finite number, 0 (no clipping) or above"),
-        ("eps", math.ulp(0.0), "a finite number above 0"),
-    ):
+def check_params(params: OptimParams) -> None:
+    """Raises INVALID_ARGUMENT for the first parameter outside its range, with the value and the range."""
+    match params:
+        case AdamParams():
+            _check_adam(params, "AdamW")
+        case MuonParams():
+            _check_numbers("Muon", params, ("learning_rate", "weight_decay", "grad_clip_norm"))
+            _check_fraction("Muon", params, "momentum")
+            if not 1 <= params.newton_schulz_steps <= _MAX_NEWTON_SCHULZ_STEPS:
+                raise _bad_parameter(
+                    "Muon",
+                    "newton_schulz_steps",
+                    params.newton_schulz_steps,
+                    f"1 to {_MAX_NEWTON_SCHULZ_STEPS}",
+                )
+            _check_adam(params.adam, "Muon's adam")
+        case DimuonParams():
+            _check_numbers("Dimuon", params, ("learning_rate", "grad_clip_norm"))
+            _check_fraction("Dimuon", params, "beta1")
+
+
+def _check_adam(params: AdamParams, what: str) -> None:
+    _check_numbers(what, params, ("learning_rate", "weight_decay", "grad_clip_norm"))
+    if not (math.isfinite(params.eps) and params.eps > 0):
+        raise _bad_parameter(what, "eps", params.eps, "a finite number above 0")
+    _check_fraction(what, params, "beta1")
+    _check_fraction(what, params, "beta2")
+
+
+def _check_numbers(what: str, params: OptimParams, names: Sequence[str]) -> None:
+    for name in names:
         value = getattr(params, name)
-        if not (math.isfinite(value) and value >= low):
-            raise _bad_adam(name, value, accepted)
-    for name in ("beta1", "beta2"):
-        value = getattr(params, name)
-        if not 0 <= value < 1:
-            raise _bad_adam(name, value, "at least 0 and below 1")
+        if not (math.isfinite(value) and value >= 0):
+            none = " (no clipping)" if name == "grad_clip_norm" else ""
+            raise _bad_parameter(what, name, value, f"a finite number, 0{none} or above")
 
 
-def check_adapter(
-    adapter: Adapter,
-    optimizer: OptimizerState | None,
-    lora: LoraConfig,
-    shapes: Mapping[str, Shape],
+def _check_fraction(what: str, params: OptimParams, name: str) -> None:
+    value = getattr(params, name)
+    if not 0 <= value < 1:
+        raise _bad_parameter(what, name, value, "at least 0 and below 1")
+
+
+def check_optimizer_state(
+    state: OptimizerState,
+    optimizer: OptimizerConfig,
+    shapes: Mapping[str, Mapping[str, Shape]],
 ) -> None:
+    """Raises INCOMPATIBLE_CHECKPOINT unless the state is of this optimiser and every moment fits.
+
+    `shapes`: of the session's own moments, by moment and tensor.
+    """
+    if state.family != optimizer.family:
+        raise fail(
+            Reason.INCOMPATIBLE_CHECKPOINT,
+            f"The checkpoint's optimiser state is {state.family}'s, this session's optimiser is {optimizer.family}. "
+            f"Load the weights alone, or load it into a session whose optimiser is {state.family}.",
+            expected=optimizer.family,
+            got=state.family,
+        )
+    if state.moments.keys() != shapes.keys():
+        raise fail(
+            Reason.INCOMPATIBLE_CHECKPOINT,
+            f"The checkpoint's optimiser state holds {sorted(state.moments)}, this session's {sorted(shapes)}.",
+            expected=sorted(shapes),
+            got=sorted(state.moments),
+        )
+    for moment, tensors in state.moments.items():
+        _check_tensors(f"moments {moment}", tensors, shapes[moment], _STATE)
+
+
+def check_room_for_full_weights(running: Sequence[str], model: str) -> None:
+    """Raises RESOURCE_EXHAUSTED while a session trains full weights; `running`: those that do."""
+    if running:
+        raise fail(
+            Reason.RESOURCE_EXHAUSTED,
+            f"Session {running[0]!r} trains the full weights of {model!r}, and one can at a time: stop it first, or "
+            "train with LoRA, which any number of sessions can.",
+            session=running[0],
+            base_model=model,
+        )
+
+
+def require_adapter(weights: Weights) -> Adapter:
+    """Raises INCOMPATIBLE_CHECKPOINT for full weights."""
+    if isinstance(weights, Adapter):
+        return weights
+    raise fail(
+        Reason.INCOMPATIBLE_CHECKPOINT,
+        "The checkpoint holds full weights, this session trains a LoRA adapter: load it into one of full weights.",
+    )
+
+
+def check_adapter(adapter: Adapter, lora: LoraConfig, shapes: Mapping[str, Shape]) -> None:
     """Raises INCOMPATIBLE_CHECKPOINT unless every tensor fits a session of this configuration.
 
     `shapes`: those of the session's own tensors, by name.
@@ -113,9 +203,6 @@ def check_adapter(
             expected=lora.scale,
             got=adapter.lora.scale,
         )
-    if optimizer is not None:
-        for moment, tensors in optimizer.moments.items():
-            _check_tensors(moment, tensors, shapes, _ADAPTER)
 
 
 def check_full_weights(weights: Weights, shapes: Mapping[str, Shape]) -> FullWeights:
@@ -133,10 +220,10 @@ def check_full_weights(weights: Weights, shapes: Mapping[str, Shape]) -> FullWei
     return weights
 
 
-def _bad_adam(name: str, value: float, accepted: str):
+def _bad_parameter(what: str, name: str, value: float, accepted: str) -> PostTrainingError:
     return fail(
         Reason.INVALID_ARGUMENT,
-        f"AdamW {name} is {value}: it must be {accepted}.",
+        f"{what} {name} is {value}: it must be {accepted}.",
         parameter=name,
         value=value,
     )
