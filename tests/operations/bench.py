@@ -6,10 +6,11 @@ import asyncio
 import functools
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -27,9 +28,12 @@ from backend.resources.sequence_records import SequenceRecords
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
 from backend.trainer.base import LoraConfig, OptimParams, Pass, PassResult, Weights
+from together_post_training.errors import PostTrainingError
 from together_post_training.v1 import data_pb2, sessions_pb2
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
+
+M = TypeVar("M", bound=Message)
 
 LORA = LoraConfig(rank=4, alpha=16.0, seed=7)
 MODEL = "builtin:bigram16"
@@ -46,19 +50,36 @@ class WatchedTrainer(bigram.BigramTrainer):
         self.raises: BaseException | None = None
         self.step_raises: BaseException | None = None
         self.passes: list[Pass] = []
+        # The sessions of each call: ("pass", "a", "b"), ("step", "a").
+        self.calls: list[tuple[str, ...]] = []
 
     def run(self, work: Pass) -> PassResult:
+        self.calls.append(("pass", work.session))
+        return self._run(work)
+
+    def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+        self.calls.append(("pass", *(work.session for work in works)))
+        return [self._outcome(work) for work in works]
+
+    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
+        self.calls.append(("step", session))
+        if self.step_raises is not None:
+            raise self.step_raises
+        return super().optim_step(session, params)
+
+    def _outcome(self, work: Pass) -> PassResult | PostTrainingError:
+        try:
+            return self._run(work)
+        except PostTrainingError as error:
+            return error
+
+    def _run(self, work: Pass) -> PassResult:
         self.started.set()
         self.gate.wait()
         self.passes.append(work)
         if self.raises is not None:
             raise self.raises
         return super().run(work)
-
-    def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
-        if self.step_raises is not None:
-            raise self.step_raises
-        return super().optim_step(session, params)
 
 
 class Publisher:
@@ -72,14 +93,18 @@ class Bench:
     intake: Intake
     executor: Executor
     registry: OperationRegistry
-    session: Session
+    sessions: dict[str, Session]
     deaths: list[bool]
 
-    async def submit(self, request: Message) -> pb.Operation:
+    @property
+    def session(self) -> Session:
+        return self.sessions["s"]
+
+    async def submit(self, request: Any) -> pb.Operation:
         kind, decode = _KINDS[type(request)]
         limits = self.trainer.model.limits
         return await self.intake.submit(
-            self.session,
+            self.sessions[request.session],
             self.executor,
             kind,
             request,
@@ -87,45 +112,56 @@ class Bench:
             lambda: decode(request, limits),
         )
 
-    async def ended(self, sequence: int) -> pb.Operation:
-        return await self.registry.wait((self.session.id, sequence), 10.0)
+    async def ended(self, sequence: int, session: str = "s") -> pb.Operation:
+        return await self.registry.wait((session, sequence), 10.0)
 
-    def adapter(self) -> Weights:
-        return self.trainer.weights(self.session.id)
+    def adapter(self, session: str = "s") -> Weights:
+        return self.trainer.weights(session)
 
 
 @asynccontextmanager
-async def bench(journal: Journal | None = None, *, max_held: int = 100) -> AsyncIterator[Bench]:
+async def bench(
+    journal: Journal | None = None,
+    *,
+    max_held: int = 100,
+    sessions: Sequence[str] = ("s",),
+    merge_tokens: int = 0,
+) -> AsyncIterator[Bench]:
     kept = journal or MemoryJournal()
     trainer, thread = WatchedTrainer(), TrainerThread("test")
-    trainer.create_session("s", LORA)
     registry = OperationRegistry(kept, lambda: 1000.0)
     with tempfile.TemporaryDirectory() as directory:
         checkpoints = CheckpointStore(Path(directory), lambda: 1000.0)
         actions = TrainerActions(trainer, thread, Publisher(), checkpoints, lambda: 1000.0)
         deaths: list[bool] = []
-        executor = Executor(actions, registry, lambda: deaths.append(True))
-        executor.start()
-        shown = sessions_pb2.Session(id="s", base_model=MODEL)
-        await kept.put_session(SessionEntry(session=shown, digest=b""))
-        session = Session(
-            shown=shown,
-            weights=LORA,
-            sequencer=Sequencer(max_held=max_held, gap_timeout_s=60.0, now=0.0),
-            policy_version=0,
-            last_request_time=0.0,
+        executor = Executor(
+            actions, registry, lambda: deaths.append(True), merge_tokens=merge_tokens
         )
+        executor.start()
         yield Bench(
             trainer=trainer,
             intake=Intake(registry, kept, lambda: 1000.0),
             executor=executor,
             registry=registry,
-            session=session,
+            sessions={name: await _session(name, trainer, kept, max_held) for name in sessions},
             deaths=deaths,
         )
         trainer.gate.set()
         await executor.drain(5.0)
         thread.close()
+
+
+async def _session(name: str, trainer: WatchedTrainer, journal: Journal, max_held: int) -> Session:
+    trainer.create_session(name, LORA)
+    shown = sessions_pb2.Session(id=name, base_model=MODEL)
+    await journal.put_session(SessionEntry(session=shown, digest=b""))
+    return Session(
+        shown=shown,
+        weights=LORA,
+        sequencer=Sequencer(max_held=max_held, gap_timeout_s=60.0, now=0.0),
+        policy_version=0,
+        last_request_time=0.0,
+    )
 
 
 def run(test: Callable[[Bench], object], journal: Journal | None = None) -> None:
@@ -134,6 +170,12 @@ def run(test: Callable[[Bench], object], journal: Journal | None = None) -> None
             await test(made)  # pyright: ignore[reportGeneralTypeIssues]
 
     asyncio.run(main())
+
+
+def of(session: str, request: M) -> M:
+    """The request, made another session's."""
+    request.session = session  # pyright: ignore[reportAttributeAccessIssue]
+    return request
 
 
 def sample(tokens: list[int], **floats: list[float]) -> data_pb2.Sample:
