@@ -36,27 +36,41 @@ class OperationFuture(Future[T], tinker.APIFuture[T]):
     Args:
         on_failure: called each time the failure is handed to the caller by `result()` or `await`. Looking at
             `exception()` does not count: asyncio's own bridges do that before the caller sees anything.
+        on_result: called each time the result is handed to the caller.
     """
 
-    def __init__(self, on_failure: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[], None] | None = None,
+        on_result: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
         self._on_failure = on_failure
+        self._on_result = on_result
+        self._is_awaited = False
 
     def result(self, timeout: float | None = None) -> T:
         check_blocking(self, f"{type(self).__name__}.result()")
         try:
-            return super().result(timeout)
+            value = super().result(timeout)
         except BaseException:
             self._note_failure()
             raise
+        # Of a future that is awaited, asyncio's bridge takes the result before the caller has it.
+        if not self._is_awaited:
+            self._note_result()
+        return value
 
     async def result_async(self, timeout: float | None = None) -> T:
+        self._is_awaited = True
         try:
             async with asyncio.timeout(timeout):
-                return await asyncio.wrap_future(self)
+                value = await asyncio.wrap_future(self)
         except BaseException:
             self._note_failure()
             raise
+        self._note_result()
+        return value
 
     def future(self) -> Future[T]:
         return self
@@ -72,12 +86,18 @@ class OperationFuture(Future[T], tinker.APIFuture[T]):
         if self.done() and self._on_failure is not None:
             self._on_failure()
 
+    def _note_result(self) -> None:
+        if self._on_result is not None:
+            self._on_result()
+
 
 def start(
-    coroutine: Coroutine[Any, Any, T], on_failure: Callable[[], None] | None = None
+    coroutine: Coroutine[Any, Any, T],
+    on_failure: Callable[[], None] | None = None,
+    on_result: Callable[[], None] | None = None,
 ) -> OperationFuture[T]:
     """Runs it on the background loop; what it raises is raised as Tinker's exceptions."""
-    future: OperationFuture[T] = OperationFuture(on_failure)
+    future: OperationFuture[T] = OperationFuture(on_failure, on_result)
     try:
         loop = background_loop()
     except RuntimeError:

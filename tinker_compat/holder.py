@@ -68,10 +68,13 @@ class Holder:
         return start(coroutine)
 
     def start_operation(
-        self, coroutine: Coroutine[Any, Any, T], on_failure: Callable[[], None]
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        on_failure: Callable[[], None],
+        on_result: Callable[[], None],
     ) -> OperationFuture[T]:
         """The same for an operation that was numbered, so that `close` can wait for it."""
-        future = start(coroutine, on_failure)
+        future = start(coroutine, on_failure, on_result)
         self._operations.add(future)
         return future
 

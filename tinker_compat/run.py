@@ -12,7 +12,8 @@ from tinker import types
 
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
-from together_post_training.client.loop import background_loop
+from tinker_compat.server_warnings import show
+from together_post_training.client.loop import background_loop, on_background_loop
 from together_post_training.client.session import TrainerRequest, TrainingSession, Turn
 from together_post_training.v1 import operations_pb2
 
@@ -55,7 +56,7 @@ class Run:
         async def run() -> T:
             return convert(await self.session.run(requests, after=self.await_turn(before)))
 
-        return self.holder.start_operation(run(), self._noting_failure(turn))
+        return self._start(run(), turn)
 
     def submit_in_two_steps(
         self,
@@ -69,7 +70,7 @@ class Run:
         with self._lock:
             turn = self.session.reserve(count)
             before, self._latest = self._latest, sent
-        future = self.holder.start_operation(run(turn, before, sent), self._noting_failure(turn))
+        future = self._start(run(turn, before, sent), turn)
         loop = background_loop().loop
         future.add_done_callback(
             lambda done: loop.call_soon_threadsafe(self._settle, done, turn, sent)
@@ -92,6 +93,14 @@ class Run:
             self.session.give_up(turn.sequences, cause=f"a custom loss failed: {error!r}")
         sent.set()
 
-    def _noting_failure(self, turn: Turn) -> Callable[[], None]:
+    def _start(self, coroutine: Coroutine[Any, Any, T], turn: Turn) -> OperationFuture[T]:
         session, last = self.session, turn.sequences[-1]
-        return lambda: session.failure_delivered(last)
+        return self.holder.start_operation(
+            coroutine, lambda: session.failure_delivered(last), lambda: _show_warnings(session)
+        )
+
+
+def _show_warnings(session: TrainingSession) -> None:
+    """In the caller's thread. On the client's own loop, which looks at results too, they wait for the next one."""
+    if not on_background_loop():
+        show(session.take_warnings())

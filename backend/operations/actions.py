@@ -20,7 +20,7 @@ from backend.operations.work import (
 )
 from backend.trainer.base import OptimizerState, OptimParams, Pass, PassResult, Trainer, Weights
 from together_post_training import tensors
-from together_post_training.alignment import alignment_report
+from together_post_training.alignment import inspect
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
 from together_post_training.v1 import operations_pb2 as pb
@@ -194,8 +194,9 @@ def _shown(work: Pass, result: PassResult) -> Shown:
     for logprobs in result.logprobs:
         tensors.encode_into(shown.loss_fn_outputs.add().tensors["logprobs"], logprobs)
     shown.metrics.update(result.metrics)
-    shown.metrics.update(alignment_report(work.samples, result.logprobs))
-    return operation, notices.notices_of(work)
+    alignment = inspect(work.samples, result.logprobs)
+    shown.metrics.update(alignment.metrics)
+    return operation, notices.notices_of(work, alignment)
 
 
 def _step(trainer: Trainer, session: str, params: OptimParams) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from backend.operations.session import Session
 from backend.trainer.base import Pass
 from together_post_training import losses
+from together_post_training.alignment import Alignment
 from together_post_training.v1 import operations_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -16,12 +17,16 @@ log = logging.getLogger(__name__)
 Notices = Mapping[str, str]
 
 
-def notices_of(work: Pass) -> Notices:
+def notices_of(work: Pass, alignment: Alignment) -> Notices:
     """Of a pass that has run. Called on the trainer's thread."""
     notices: dict[str, str] = {}
     notice = losses.contract(work.loss).notice
     if notice:
         notices[f"loss {work.loss}"] = notice
+    if alignment.warning is not None:
+        # Targets of a teacher are no reason not to be told of shifted logprobs later.
+        are_targets = alignment.metrics["alignment_shifted_targets:sum"] > 0
+        notices[f"alignment of {'targets' if are_targets else 'logprobs'}"] = alignment.warning
     return notices
 
 

@@ -131,6 +131,12 @@ def background_loop() -> BackgroundLoop:
         return process.loop
 
 
+def on_background_loop() -> bool:
+    """Whether the caller is on it. Starts none, and may be asked in any process."""
+    loop = _process.loop
+    return loop is not None and loop.is_current()
+
+
 def _warn_before_fork() -> None:
     if FORK_STALLS_PARENT and _process.loop is not None:
         warnings.warn(

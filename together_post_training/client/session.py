@@ -82,8 +82,8 @@ async def create_session(
 
 
 class TrainingSession:
-    """One session. `reserve`, `number` and `failure_delivered` may be called from any thread; coroutines run on
-    the background loop.
+    """One session. `reserve`, `number`, `failure_delivered` and `take_warnings` may be called from any thread;
+    coroutines run on the background loop.
 
     The order of operations is the order of `reserve` calls, whatever happens on the wire.
     """
@@ -94,6 +94,9 @@ class TrainingSession:
         self._lock = threading.Lock()
         self._next_sequence = 1
         self._failures_seen = 0
+        # Texts that operations brought: all of them, and those not taken yet.
+        self._warnings: set[str] = set()
+        self._new_warnings: list[str] = []
         self._submitting = asyncio.Semaphore(_MAX_SUBMITTING)
         # Numbers that the server may never have seen, because submitting them failed.
         self._unsettled: set[int] = set()
@@ -122,6 +125,12 @@ class TrainingSession:
         with self._lock:
             self._failures_seen = max(self._failures_seen, sequence)
 
+    def take_warnings(self) -> list[str]:
+        """What the server wants the caller to know, from operations that have ended since; each text once."""
+        with self._lock:
+            taken, self._new_warnings = self._new_warnings, []
+        return taken
+
     async def run(
         self, requests: Sequence[TrainerRequest], *, after: Awaitable[None] | None = None
     ) -> list[ops.Operation]:
@@ -141,11 +150,11 @@ class TrainingSession:
             sequences = [request.sequence for request in requests]
             self.give_up(sequences, cause="the caller cancelled it")
             raise
-        operations = []
+        operations = [one for one in outcomes if not isinstance(one, BaseException)]
+        self._note_warnings(operations)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            operations.append(outcome)
         return operations
 
     async def cancel(self, sequences: Iterable[int], *, cause: str) -> None:
@@ -165,6 +174,13 @@ class TrainingSession:
         """Ends the session on the server. What has not started is cancelled."""
         request = sessions_pb2.StopSessionRequest(id=self.id)
         await self.connection.call("sessions.StopSession", request)
+
+    def _note_warnings(self, operations: Iterable[ops.Operation]) -> None:
+        with self._lock:
+            for text in (text for operation in operations for text in operation.warnings):
+                if text not in self._warnings:
+                    self._warnings.add(text)
+                    self._new_warnings.append(text)
 
     async def _run_one(self, request: TrainerRequest) -> ops.Operation:
         operation = await self._submit(request)
