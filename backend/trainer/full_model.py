@@ -7,12 +7,14 @@ find straight into one flat buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from backend.trainer.attention import PACKED
 from backend.trainer.base_model import BaseModel
+from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, HeadGradients
 from backend.trainer.lora import Segment
 from backend.trainer.model_layout import ModelLayout, bind
@@ -38,6 +40,7 @@ class FullModel:
             parameter.requires_grad_(True)
         head = self._view.get_output_embeddings()
         assert head is not None, "a causal language model has an output head"
+        self._checkpointing = Checkpointing(self._view)
         self._linear = head
         self._head = Head(head, chunk_values)
 
@@ -50,10 +53,16 @@ class FullModel:
         self._head.gradients = None if weight is None else HeadGradients(weight=weight, bias=bias)
 
     def forward(
-        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+        self,
+        row: PackedRow,
+        segments: Sequence[Segment],
+        *,
+        for_backward: bool = False,
+        recompute: bool = False,
     ) -> Forward:
         """See `packed_model.PackedModel.forward`; its one segment has no adapter."""
-        with torch.set_grad_enabled(for_backward):
+        again = nullcontext if recompute else None
+        with self._checkpointing.over(again), torch.set_grad_enabled(for_backward):
             hidden = self._view.base_model(
                 input_ids=row.input_ids,
                 position_ids=row.position_ids,

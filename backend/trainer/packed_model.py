@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -17,6 +18,7 @@ from backend.trainer import experts, targets
 from backend.trainer.attention import PACKED
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
+from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
 from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
 from backend.trainer.packing import Run, runs_of
@@ -44,16 +46,16 @@ class PackedRow:
     targets: TargetTokens
 
 
-def pack(samples: Sequence[Sample]) -> PackedRow:
+def pack(samples: Sequence[Sample], device: torch.device | None = None) -> PackedRow:
     """Neighbours of equal length should lie together already: attention computes them as one batch."""
     lengths = [sample.num_tokens for sample in samples]
     tokens = np.concatenate([sample.tokens for sample in samples], dtype=np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
     return PackedRow(
-        input_ids=torch.from_numpy(tokens).unsqueeze(0),
-        position_ids=torch.from_numpy(positions).unsqueeze(0),
+        input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
+        position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
         runs=runs_of(lengths),
-        targets=targets_of([sample.inputs["target_tokens"] for sample in samples]),
+        targets=targets_of([sample.inputs["target_tokens"] for sample in samples], device),
     )
 
 
@@ -102,7 +104,7 @@ class Forward:
     def _body_backward(self, grad_hidden: Tensor) -> None:
         # An adapter of the head alone leaves nothing to do below it.
         if self._hidden.requires_grad:
-            self._hidden.backward(grad_hidden)
+            self._hidden.backward(grad_hidden.to(self._hidden.dtype))
 
 
 class PackedModel:
@@ -118,6 +120,7 @@ class PackedModel:
         experts.install(self._view, targets.expert_modules(self._view), self._routing)
         for path in linear.keys() - {HEAD_PATH}:
             self._view.set_submodule(path, LoraLinear(linear[path], path, self._routing))
+        self._checkpointing = Checkpointing(self._view)
         self._check_equals(base)
 
     def layers(self, lora: LoraConfig) -> list[Layer]:
@@ -125,15 +128,26 @@ class PackedModel:
         return targets.select(self._layers, self._view.config.model_type, lora)
 
     def forward(
-        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+        self,
+        row: PackedRow,
+        segments: Sequence[Segment],
+        *,
+        for_backward: bool = False,
+        recompute: bool = False,
     ) -> Forward:
         """Runs the body.
 
         Args:
             segments: in ascending order, covering the row.
             for_backward: keeps what `Forward.backward` needs.
+            recompute: keeps less, and computes the rest again in backward.
         """
-        with self._routing.over(segments), torch.set_grad_enabled(for_backward):
+        again = partial(self._routing.over, segments) if recompute else None
+        with (
+            self._routing.over(segments),
+            self._checkpointing.over(again),
+            torch.set_grad_enabled(for_backward),
+        ):
             hidden = self._view.base_model(
                 input_ids=row.input_ids,
                 position_ids=row.position_ids,

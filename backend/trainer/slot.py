@@ -28,7 +28,12 @@ class RowModel(Protocol):
     """Computes packed rows; see `packed_model.PackedModel.forward`."""
 
     def forward(
-        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+        self,
+        row: PackedRow,
+        segments: Sequence[Segment],
+        *,
+        for_backward: bool = False,
+        recompute: bool = False,
     ) -> RowForward: ...
 
 
