@@ -15,8 +15,8 @@ What differs from Tinker's own SDK:
 - A checkpoint name that is taken gives ConflictError at once, not after minutes of retries.
 - `prompt_logprobs_last_n` leaves the others out; it does not make the call cheaper.
 - Nothing is deprecated: no FutureWarning for the older spellings. No telemetry.
-- Ignored with a warning: retry_config, record_stability_info, weights_access_token, project_id, unknown arguments of
-  ServiceClient.
+- Ignored with a warning: retry_config, weights_access_token, project_id, unknown arguments of ServiceClient.
+- What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
 - Refused by name: optimisers other than AdamW, kind="inflight", target_prompt_logprobs, prompt_alt_tokens_k,
   RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
 

@@ -35,6 +35,7 @@ from together_post_training.client.sampler import Sampler, open_base_model, open
 class SamplerCore:
     holder: Holder
     sampler: Sampler
+    record_stability_info: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,20 @@ class SamplerState:
     headers: tuple[tuple[str, str], ...]
     snapshot: str
     base_model: str
+    record_stability_info: bool = False
 
 
 class SamplingClient:
-    """Any number of calls may run at once, from any thread or loop. Can be pickled to other processes."""
+    """Any number of calls may run at once, from any thread or loop. Can be pickled to other processes.
 
-    def __init__(self, holder: Holder, sampler: Sampler) -> None:
-        self._core = SamplerCore(holder, sampler)
+    record_stability_info: the server keeps a record of every sampled sequence, which the loss "stable_reinforce" reads
+        by `sequence_id`. Records live about a day and end with the server.
+    """
+
+    def __init__(
+        self, holder: Holder, sampler: Sampler, *, record_stability_info: bool = False
+    ) -> None:
+        self._core = SamplerCore(holder, sampler, record_stability_info)
 
     async def _ready(self) -> None:
         """For the twins: a client that is still a future waits here."""
@@ -95,6 +103,7 @@ class SamplingClient:
         request.prompt_logprobs = include_prompt_logprobs
         request.topk_prompt_logprobs = topk_prompt_logprobs
         request.topk_sample_logprobs = topk_sample_logprobs
+        request.record_stability_info = self._core.record_stability_info
         sampler = self._core.sampler
 
         async def run() -> types.SampleResponse:
@@ -198,6 +207,7 @@ class SamplingClient:
             headers=tuple(connection.headers.items()),
             snapshot=sampler.snapshot,
             base_model=sampler.base_model,
+            record_stability_info=self._core.record_stability_info,
         )
 
 
@@ -206,32 +216,31 @@ class BackcompatSamplingClientFuture(ClientFuture[SamplingClient], SamplingClien
 
 
 async def open_sampler(
-    holder: Holder, model_path: str | None, base_model: str | None
+    holder: Holder,
+    model_path: str | None,
+    base_model: str | None,
+    *,
+    record_stability_info: bool,
 ) -> SamplingClient:
     """From a checkpoint, else from a base model. With both, the latter only gives the model's name."""
     if model_path is None:
         assert base_model is not None
-        return SamplingClient(holder, await open_base_model(holder.connection, base_model))
+        sampler = await open_base_model(holder.connection, base_model)
+        return SamplingClient(holder, sampler, record_stability_info=record_stability_info)
     if not isinstance(model_path, str) or not model_path.startswith("tinker://"):
         raise ValueError(f"model_path must start with 'tinker://', got {model_path!r}")
     sampler = await open_checkpoint(holder.connection, model_path)
     if base_model is not None:
         sampler = Sampler(sampler.connection, sampler.snapshot, base_model)
-    return SamplingClient(holder, sampler)
+    return SamplingClient(holder, sampler, record_stability_info=record_stability_info)
 
 
-def check_sampler_options(retry_config: Any, record_stability_info: bool) -> None:
-    """Warns of what has no effect here."""
+def check_retry_config(retry_config: Any) -> None:
+    """Warns that it has no effect here."""
     if retry_config is not None:
         warnings.warn(
             "retry_config is ignored: calls are retried by the client's own policy, for up to 5 minutes while the "
             "server is away.",
-            stacklevel=3,
-        )
-    if record_stability_info:
-        warnings.warn(
-            "record_stability_info is ignored: it only serves the loss 'stable_reinforce', which this service does "
-            "not have. Sampling is not affected.",
             stacklevel=3,
         )
 
@@ -249,7 +258,8 @@ def _check_last_n(last_n: int | None, include_prompt_logprobs: bool) -> None:
 
 def _rebuild(state: SamplerState) -> SamplingClient:
     holder = _holder_for(os.getpid(), state.address, state.key, state.headers)
-    return SamplingClient(holder, Sampler(holder.connection, state.snapshot, state.base_model))
+    sampler = Sampler(holder.connection, state.snapshot, state.base_model)
+    return SamplingClient(holder, sampler, record_stability_info=state.record_stability_info)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
     SamplingClient,
-    check_sampler_options,
+    check_retry_config,
     open_sampler,
 )
 from tinker_compat.training_client import (
@@ -229,8 +229,12 @@ class ServiceClient:
         """
         if model_path is None and base_model is None:
             raise ValueError("Either model_path or base_model must be provided")
-        check_sampler_options(retry_config, record_stability_info)
-        opened = self.holder.start(open_sampler(self.holder, model_path, base_model))
+        check_retry_config(retry_config)
+        opened = self.holder.start(
+            open_sampler(
+                self.holder, model_path, base_model, record_stability_info=record_stability_info
+            )
+        )
         return BackcompatSamplingClientFuture(opened)
 
     async def create_sampling_client_async(

@@ -19,7 +19,7 @@ from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
     SamplingClient,
-    check_sampler_options,
+    check_retry_config,
     open_sampler,
 )
 from tinker_compat.tokenizer import get_tokenizer
@@ -238,7 +238,7 @@ class TrainingClient:
                 DeprecationWarning,
                 stacklevel=2,
             )
-        check_sampler_options(retry_config, record_stability_info)
+        check_retry_config(retry_config)
         if kind != "snapshot":
             refuse(f"kind={kind!r}: only 'snapshot' is supported; publish again for newer weights.")
         run = self._core
@@ -246,7 +246,8 @@ class TrainingClient:
 
         def to_client(done: list[operations_pb2.Operation]) -> SamplingClient:
             snapshot = done[0].weights_sync.snapshot
-            return SamplingClient(run.holder, Sampler(run.session.connection, snapshot, base_model))
+            sampler = Sampler(run.session.connection, snapshot, base_model)
+            return SamplingClient(run.holder, sampler, record_stability_info=record_stability_info)
 
         published = run.submit([trainer_pb2.WeightsSyncRequest()], to_client)
         return BackcompatSamplingClientFuture(published)
@@ -267,9 +268,10 @@ class TrainingClient:
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> BackcompatSamplingClientFuture:
         """A client that samples from a saved checkpoint."""
-        check_sampler_options(retry_config, record_stability_info)
+        check_retry_config(retry_config)
         holder = self._core.holder
-        return BackcompatSamplingClientFuture(holder.start(open_sampler(holder, model_path, None)))
+        opened = open_sampler(holder, model_path, None, record_stability_info=record_stability_info)
+        return BackcompatSamplingClientFuture(holder.start(opened))
 
     async def create_sampling_client_async(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False

@@ -30,7 +30,7 @@ REFUSED_METHODS = {
 INTERNAL_METHODS = {"SamplingClient.create", "SamplingClient.on_queue_state_change"}
 
 PASS = dict.fromkeys(["data", "loss_fn", "loss_fn_config"], HONOURED)
-SAMPLER = {"retry_config": WARNED, "record_stability_info": WARNED}
+SAMPLER = {"retry_config": WARNED, "record_stability_info": HONOURED}
 SAVE = dict.fromkeys(["name", "ttl_seconds", "overwrite", "user_metadata"], HONOURED)
 RESUME = {
     "path": HONOURED,

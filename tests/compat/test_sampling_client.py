@@ -194,8 +194,6 @@ def test_the_number_of_last_prompt_logprobs_is_checked_at_the_call(sampler, opti
 def test_options_that_have_no_effect_warn_with_the_consequence(service, client, sampler):
     with pytest.warns(UserWarning, match=r"retry_config is ignored.*5 minutes"):
         service.create_sampling_client(base_model=MODEL, retry_config=object())
-    with pytest.warns(UserWarning, match=r"record_stability_info is ignored.*not affected"):
-        client.save_weights_and_get_sampling_client(record_stability_info=True)
     with pytest.warns(DeprecationWarning, match="name='step' has no effect"):
         named = client.save_weights_and_get_sampling_client(name="step")
     assert tokens_of(named.sample(prompt(3), 1, greedy(1)).result()) == [[4]]
