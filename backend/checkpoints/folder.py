@@ -17,7 +17,7 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,13 +35,11 @@ class CheckpointFolder:
         self._data.mkdir(parents=True, exist_ok=True)
         self.remove_orphans()
 
-    def write(
-        self,
-        relative: Path,
-        files: Mapping[str, bytes],
-        may_replace: Callable[[Path], bool],
-    ) -> None:
-        """Puts the files there, in place of any that were.
+    @contextmanager
+    def writing(self, relative: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+        """An empty directory; the files that the block puts into it are there afterwards, in place of any that were.
+
+        If the block fails, nothing has changed.
 
         Raises:
             FileExistsError: `may_replace` says no of the version that is there at the end; it is still there.
@@ -49,8 +47,9 @@ class CheckpointFolder:
         link = self._root / relative
         version, fd = self._new_version()
         try:
-            for name, data in files.items():
-                _write_synced(version / name, data)
+            yield version
+            for path in version.iterdir():
+                _sync(path)
             sync_directory(version)
             sync_directory(self._data)
             self._point(link, version, may_replace)
@@ -176,8 +175,6 @@ def _remove_unused(version: Path) -> None:
         os.close(fd)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
         os.fsync(file.fileno())

@@ -12,7 +12,8 @@ from together_post_training.names import CheckpointFolder, CheckpointPath
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+FULL_WEIGHTS = "model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 
@@ -52,6 +53,10 @@ class Manifest:
     @property
     def has_optimizer(self) -> bool:
         return any(file.name == OPTIMIZER for file in self.files)
+
+    @property
+    def weights_file(self) -> str:
+        return ADAPTER_WEIGHTS if isinstance(self.weights, LoraConfig) else FULL_WEIGHTS
 
     @property
     def size_bytes(self) -> int:

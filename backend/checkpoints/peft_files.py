@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from backend.trainer.base import Adapter, Array, LoraConfig, OptimizerState
+from backend.trainer.base import Adapter, Array, LoraConfig, OptimizerState, PeftTargets
 
-_PREFIX = "base_model.model."
-_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+PREFIX = "base_model.model."
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
 def encode_adapter(adapter: Adapter) -> bytes:
@@ -30,20 +30,28 @@ def decode_adapter(data: bytes, lora: LoraConfig) -> Adapter:
 
 
 def encode_optimizer(state: OptimizerState) -> bytes:
-    """Keys `{moment}.{tensor}`, such as `exp_avg.lm_head.weight`; family and number of steps as metadata."""
-    tensors = {
-        f"{moment}.{name}": tensor
-        for moment, by_name in state.moments.items()
-        for name, tensor in by_name.items()
-    }
-    metadata = {"num_steps": str(state.num_steps), "family": state.family}
+    """optimizer.safetensors; see `optimizer_tensors`."""
+    tensors, metadata = optimizer_tensors(state)
     return save(_contiguous(tensors), metadata=metadata)
 
 
 def decode_optimizer(data: bytes) -> OptimizerState:
     """Raises ValueError for what `encode_optimizer` did not write."""
-    tensors = _load_float32(data)
-    metadata = _metadata(data)
+    return optimizer_from(_load_float32(data), _metadata(data))
+
+
+def optimizer_tensors(state: OptimizerState) -> tuple[dict[str, Array], dict[str, str]]:
+    """(tensors, metadata): keys `{moment}.{tensor}`, such as `exp_avg.lm_head.weight`; family and number of steps."""
+    tensors = {
+        f"{moment}.{name}": tensor
+        for moment, by_name in state.moments.items()
+        for name, tensor in by_name.items()
+    }
+    return tensors, {"num_steps": str(state.num_steps), "family": state.family}
+
+
+def optimizer_from(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> OptimizerState:
+    """The other way. Raises ValueError."""
     num_steps = metadata.get("num_steps")
     if num_steps is None or not num_steps.isdecimal():
         raise ValueError("it lacks num_steps")
@@ -58,16 +66,18 @@ def decode_optimizer(data: bytes) -> OptimizerState:
 
 def peft_config(adapter: Adapter, base_model: str) -> bytes:
     """adapter_config.json: what PEFT's LoraConfig.from_pretrained reads."""
+    targets = adapter.targets or PeftTargets(modules=module_paths(adapter.tensors))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": adapter.lora.rank,
         "lora_alpha": _plain_number(adapter.lora.alpha),
-        "lora_dropout": 0.0,
-        "target_modules": target_modules(adapter.tensors),
+        "lora_dropout": adapter.lora.dropout,
+        "target_modules": list(targets.modules),
+        "target_parameters": list(targets.parameters) or None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": targets.fan_in_fan_out,
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
@@ -77,14 +87,16 @@ def peft_config(adapter: Adapter, base_model: str) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
-def target_modules(tensors: Mapping[str, Array]) -> list[str]:
-    """The last parts of the adapted modules' names, as PEFT and the samplers that read its files match them."""
-    modules = set()
-    for name in tensors:
-        for suffix in _SUFFIXES:
-            if name.endswith(suffix):
-                modules.add(name.removeprefix(_PREFIX).removesuffix(suffix).rpartition(".")[2])
-    return sorted(modules)
+def module_paths(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that tensors of these names belong to, each once, in order."""
+    return tuple(
+        dict.fromkeys(
+            name.removeprefix(PREFIX).removesuffix(suffix)
+            for name in names
+            for suffix in SUFFIXES
+            if name.endswith(suffix)
+        )
+    )
 
 
 def _plain_number(value: float) -> int | float:
@@ -100,10 +112,15 @@ def _load_float32(data: bytes) -> dict[str, Array]:
         tensors = load(data)
     except SafetensorError as error:
         raise ValueError(f"it is not a whole safetensors file ({error})") from None
+    require_float32(tensors)
+    return tensors
+
+
+def require_float32(tensors: Mapping[str, Array]) -> None:
+    """Raises ValueError, naming a tensor that is not."""
     for name, tensor in tensors.items():
         if tensor.dtype != np.float32:
             raise ValueError(f"{name} is {tensor.dtype}, must be float32")
-    return tensors
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -10,22 +10,26 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from backend.checkpoints import peft_files
+from backend.checkpoints import model_files, peft_files
 from backend.checkpoints.folder import CheckpointFolder
 from backend.checkpoints.manifest import (
+    ADAPTER_WEIGHTS,
+    FULL_WEIGHTS,
     MANIFEST,
     OPTIMIZER,
     PEFT_CONFIG,
-    WEIGHTS,
     FileEntry,
     Manifest,
 )
-from backend.trainer.base import Adapter, LoraConfig, OptimizerState, Weights
+from backend.trainer.base import FullConfig, FullWeights, OptimizerState, Weights
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PIECE_BYTES = 1024 * 1024
 
@@ -68,26 +72,21 @@ class CheckpointStore:
         """Writes it; `manifest` comes without files and is returned with them.
 
         Args:
-            base_location: where PEFT finds the base model; empty: under its name.
+            base_location: the directory of the base model; empty: PEFT finds it under its name, and full weights have
+                no other files beside them.
 
         Raises:
-            PostTrainingError: CHECKPOINT_EXISTS.
+            PostTrainingError: CHECKPOINT_EXISTS, and what `model_files.write_companions` raises.
         """
-        if not isinstance(weights, Adapter):
-            raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be saved yet.")
-        files = {
-            WEIGHTS: peft_files.encode_adapter(weights),
-            PEFT_CONFIG: peft_files.peft_config(weights, base_location or manifest.base_model),
-        }
-        if optimizer is not None:
-            files[OPTIMIZER] = peft_files.encode_optimizer(optimizer)
-        whole = replace(manifest, files=tuple(_entry(name, files[name]) for name in files))
+        writing = self._folder.writing(
+            _relative(manifest.path),
+            may_replace=lambda version: self._may_replace(manifest.path, version, overwrite),
+        )
         try:
-            self._folder.write(
-                _relative(manifest.path),
-                {**files, MANIFEST: whole.to_json()},
-                may_replace=lambda version: self._may_replace(manifest.path, version, overwrite),
-            )
+            with writing as version:
+                names = _write(version, manifest, weights, optimizer, base_location)
+                whole = replace(manifest, files=tuple(_entry(version / name) for name in names))
+                (version / MANIFEST).write_bytes(whole.to_json())
         except FileExistsError:
             raise _exists(manifest.path) from None
         return whole
@@ -132,17 +131,13 @@ class CheckpointStore:
                 raise _not_found(path)
             if optimizer and not manifest.has_optimizer:
                 raise _no_optimizer(manifest)
-            weights = _read_verified(manifest, version, WEIGHTS)
-            moments = _read_verified(manifest, version, OPTIMIZER) if optimizer else None
-        return LoadedCheckpoint(
-            manifest=manifest,
-            weights=_decode(
-                manifest, WEIGHTS, lambda: peft_files.decode_adapter(weights, _lora_of(manifest))
-            ),
-            optimizer=None
-            if moments is None
-            else _decode(manifest, OPTIMIZER, lambda: peft_files.decode_optimizer(moments)),
-        )
+            return LoadedCheckpoint(
+                manifest=manifest,
+                weights=_read(manifest, version, manifest.weights_file, _weights_reader(manifest)),
+                optimizer=_read(manifest, version, OPTIMIZER, model_files.read_optimizer)
+                if optimizer
+                else None,
+            )
 
     def pieces(self, path: CheckpointPath) -> Generator[Piece, None, None]:
         """All files, one after the other. What is being read stays whole if the checkpoint is deleted meanwhile."""
@@ -217,30 +212,67 @@ def _relative(path: CheckpointPath) -> Path:
     return Path(path.session, path.folder, path.name)
 
 
-def _entry(name: str, data: bytes) -> FileEntry:
-    return FileEntry(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+def _write(
+    directory: Path,
+    manifest: Manifest,
+    weights: Weights,
+    optimizer: OptimizerState | None,
+    base_location: str,
+) -> list[str]:
+    """All files but the manifest; their names."""
+    names = [manifest.weights_file]
+    if isinstance(weights, FullWeights):
+        model_files.write_weights(directory / FULL_WEIGHTS, weights)
+        if manifest.kind == "inference" and base_location:
+            names += model_files.write_companions(directory, Path(base_location))
+    else:
+        names.append(PEFT_CONFIG)
+        (directory / ADAPTER_WEIGHTS).write_bytes(peft_files.encode_adapter(weights))
+        config = peft_files.peft_config(weights, base_location or manifest.base_model)
+        (directory / PEFT_CONFIG).write_bytes(config)
+    if optimizer is not None:
+        names.append(OPTIMIZER)
+        model_files.write_optimizer(directory / OPTIMIZER, optimizer)
+    return names
 
 
-def _read_verified(manifest: Manifest, version: Path, name: str) -> bytes:
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights_reader(manifest: Manifest) -> Callable[[Path], Weights]:
+    lora = manifest.weights
+    if isinstance(lora, FullConfig):
+        return model_files.read_weights
+    return lambda path: peft_files.decode_adapter(path.read_bytes(), lora)
+
+
+def _read(manifest: Manifest, version: Path, name: str, read: Callable[[Path], T]) -> T:
+    """Of a verified file. Raises INCOMPATIBLE_CHECKPOINT, naming a file that is damaged."""
+    _verify(manifest, version, name)
+    try:
+        return read(version / name)
+    except ValueError as error:
+        raise _damaged(manifest, name, str(error)) from None
+
+
+def _verify(manifest: Manifest, version: Path, name: str) -> None:
     expected = manifest.file(name)
     if expected is None:
         raise _damaged(manifest, name, "the checkpoint has no such file")
     try:
-        data = (version / name).read_bytes()
+        size = (version / name).stat().st_size
     except FileNotFoundError:
         raise _damaged(manifest, name, "the file is missing") from None
-    if len(data) != expected.size_bytes:
-        raise _damaged(manifest, name, f"{len(data)} bytes of {expected.size_bytes}")
-    if hashlib.sha256(data).hexdigest() != expected.sha256:
+    if size != expected.size_bytes:
+        raise _damaged(manifest, name, f"{size} bytes of {expected.size_bytes}")
+    if _sha256(version / name) != expected.sha256:
         raise _damaged(manifest, name, "its SHA-256 is not the one it was saved with")
-    return data
-
-
-def _decode(manifest: Manifest, name: str, decode: Callable):
-    try:
-        return decode()
-    except ValueError as error:
-        raise _damaged(manifest, name, str(error)) from None
 
 
 def _file_pieces(path: Path) -> Iterator[Piece]:
@@ -285,9 +317,3 @@ def _damaged(manifest: Manifest, name: str, what: str) -> PostTrainingError:
         path=manifest.path,
         file=name,
     )
-
-
-def _lora_of(manifest: Manifest) -> LoraConfig:
-    if not isinstance(manifest.weights, LoraConfig):
-        raise fail(Reason.UNIMPLEMENTED, "Checkpoints of full weights cannot be read yet.")
-    return manifest.weights

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.checkpoints.folder import CheckpointFolder
-from backend.checkpoints.manifest import MANIFEST, OPTIMIZER, PEFT_CONFIG, WEIGHTS
+from backend.checkpoints.manifest import ADAPTER_WEIGHTS, MANIFEST, OPTIMIZER, PEFT_CONFIG
 from backend.checkpoints.store import CheckpointStore
 from tests.checkpoints.data import Clock, adapter, assert_same_tensors, manifest, optimizer
 from together_post_training.errors import PostTrainingError, Reason
@@ -76,20 +76,15 @@ def test_checkpoint_that_one_server_reads_stays_whole_when_another_deletes_it(tm
         assert caught.value.reason == Reason.CHECKPOINT_NOT_FOUND
     other.sweep()
     names += [piece.filename for piece in pieces]
-    assert names == [WEIGHTS, PEFT_CONFIG, OPTIMIZER, MANIFEST]
+    assert names == [ADAPTER_WEIGHTS, PEFT_CONFIG, OPTIMIZER, MANIFEST]
     assert num_versions(tmp_path) == 0
 
 
 def test_server_that_starts_leaves_alone_what_another_one_is_writing(tmp_path: Path):
-    class SlowFiles(dict[str, bytes]):
-        """Another server starts before the first file is written."""
-
-        def items(self):
-            CheckpointFolder(tmp_path)
-            return super().items()
-
     folder = CheckpointFolder(tmp_path)
-    folder.write(Path("s/weights/a"), SlowFiles(file=b"content"), lambda version: False)
+    with folder.writing(Path("s/weights/a"), lambda version: False) as version:
+        CheckpointFolder(tmp_path)
+        (version / "file").write_bytes(b"content")
     assert (tmp_path / "s/weights/a/file").read_bytes() == b"content"
 
 

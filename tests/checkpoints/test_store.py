@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.checkpoints.manifest import MANIFEST, OPTIMIZER, PEFT_CONFIG, WEIGHTS, Manifest
+from backend.checkpoints.manifest import ADAPTER_WEIGHTS, MANIFEST, OPTIMIZER, PEFT_CONFIG, Manifest
 from backend.checkpoints.store import PIECE_BYTES, CheckpointStore
 from tests.checkpoints.data import Clock, adapter, assert_same_tensors, manifest, optimizer
 from together_post_training.errors import PostTrainingError, Reason
@@ -68,7 +68,7 @@ def test_checkpoint_manifest_lists_its_files_with_size_and_digest(
     store: CheckpointStore, tmp_path: Path
 ):
     saved = save(store, manifest())
-    assert [f.name for f in saved.files] == [WEIGHTS, PEFT_CONFIG, OPTIMIZER]
+    assert [f.name for f in saved.files] == [ADAPTER_WEIGHTS, PEFT_CONFIG, OPTIMIZER]
     for file in saved.files:
         data = (directory(tmp_path, saved) / file.name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (file.size_bytes, file.sha256)
@@ -151,7 +151,7 @@ def test_checkpoint_that_is_being_read_stays_whole_when_it_is_deleted(
     store.delete(saved.path)
     assert store.list() == []
     names += [piece.filename for piece in pieces]
-    assert names == [WEIGHTS, PEFT_CONFIG, OPTIMIZER, MANIFEST]
+    assert names == [ADAPTER_WEIGHTS, PEFT_CONFIG, OPTIMIZER, MANIFEST]
     assert not list((tmp_path / "checkpoints" / ".data").iterdir())
 
 
@@ -166,7 +166,7 @@ def test_checkpoint_is_downloaded_in_pieces_that_make_up_its_files(
         assert piece.offset == len(data)
         assert len(piece.data) <= PIECE_BYTES
         files[piece.filename] = data + piece.data
-    assert len(files[WEIGHTS]) > 4 * PIECE_BYTES
+    assert len(files[ADAPTER_WEIGHTS]) > 4 * PIECE_BYTES
     for name, data in files.items():
         assert data == (directory(tmp_path, saved) / name).read_bytes()
 
@@ -211,7 +211,7 @@ def test_checkpoint_without_optimizer_says_what_is_missing(store: CheckpointStor
     assert "sampler_weights/" in error.message
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
+@pytest.mark.parametrize("name", [ADAPTER_WEIGHTS, OPTIMIZER])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "empty"])
 def test_checkpoint_that_is_damaged_is_refused_naming_the_file(
     store: CheckpointStore, tmp_path: Path, name: str, damage: str
@@ -279,7 +279,7 @@ def test_leftovers_of_a_killed_server_are_removed_at_the_next_start(
     saved = save(store, manifest())
     data = tmp_path / "checkpoints" / ".data"
     (data / "half").mkdir()
-    (data / "half" / WEIGHTS).write_bytes(b"half")
+    (data / "half" / ADAPTER_WEIGHTS).write_bytes(b"half")
     (data / "half.link").symlink_to("half")
     again = CheckpointStore(tmp_path / "checkpoints", clock)
     assert again.list() == [saved]
