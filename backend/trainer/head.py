@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from backend.trainer import storage
-from backend.trainer.lora import LoraWeights
+from backend.trainer.lora import Adapters
 
 # 32 MB of float32. Matrix products reach their full speed from about 256 rows on.
 CHUNK_VALUES = 2**23
@@ -78,7 +78,7 @@ class HeadGradients:
 
 
 class Head:
-    """The output layer under one adapter at a time, frozen unless its owner sets `gradients`."""
+    """The output layer, frozen unless its owner sets `gradients`, under whatever adapters its callers name."""
 
     def __init__(self, linear: nn.Linear, chunk_values: int = CHUNK_VALUES) -> None:
         self._weight = linear.weight.detach()
@@ -89,22 +89,20 @@ class Head:
         self.gradients: HeadGradients | None = None
 
     @torch.no_grad()
-    def logprobs(
-        self, hidden_TH: Tensor, targets: TargetTokens, lora: LoraWeights | None
-    ) -> Tensor:
+    def logprobs(self, hidden_TH: Tensor, targets: TargetTokens, adapters: Adapters) -> Tensor:
         """float32 (E,)."""
         logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
         for start, stop in self._chunks(len(hidden_TH)):
             chunk, here = targets.between(start, stop)
-            logits_CV, _, _ = self._logits(hidden_TH[start:stop], lora)
+            logits_CV, _, _ = self._logits(hidden_TH[start:stop], adapters.between(start, stop))
             logprobs[here] = _softmax_(logits_CV, chunk)
         return logprobs
 
     @torch.no_grad()
     def backward(
-        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, adapters: Adapters
     ) -> Tensor:
-        """Adds the adapter's gradients to its buffers; rows without a gradient cost nothing.
+        """Adds the adapters' gradients to their buffers; rows without a gradient cost nothing.
 
         Args:
             gradient: d loss / d lp, float32 (E,).
@@ -115,12 +113,14 @@ class Head:
         grad_hidden = torch.zeros_like(hidden_TH, dtype=torch.float32)
         rows = _rows_with(gradient, targets, len(hidden_TH)).nonzero().squeeze(1)
         chosen, where = targets.select(rows, len(hidden_TH))
-        _, grad_hidden[rows] = self._sweep(hidden_TH[rows], chosen, gradient[where], lora)
+        _, grad_hidden[rows] = self._sweep(
+            hidden_TH[rows], chosen, gradient[where], adapters.select(rows)
+        )
         return grad_hidden
 
     @torch.no_grad()
     def score_and_backward(
-        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, adapters: Adapters
     ) -> tuple[Tensor, Tensor]:
         """(logprobs (E,), d loss / d hidden), as `backward`; logits of a row are computed once for both."""
         logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
@@ -129,39 +129,37 @@ class Head:
         rows = is_active.nonzero().squeeze(1)
         chosen, where = targets.select(rows, len(hidden_TH))
         logprobs[where], grad_hidden[rows] = self._sweep(
-            hidden_TH[rows], chosen, gradient[where], lora
+            hidden_TH[rows], chosen, gradient[where], adapters.select(rows)
         )
         rows = (~is_active).nonzero().squeeze(1)
         chosen, where = targets.select(rows, len(hidden_TH))
-        logprobs[where] = self.logprobs(hidden_TH[rows], chosen, lora)
+        logprobs[where] = self.logprobs(hidden_TH[rows], chosen, adapters.select(rows))
         return logprobs, grad_hidden
 
     def _sweep(
-        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, lora: LoraWeights | None
+        self, hidden_TH: Tensor, targets: TargetTokens, gradient: Tensor, adapters: Adapters
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets.ids), device=hidden_TH.device)
         grad_hidden = torch.empty_like(hidden_TH, dtype=torch.float32)
         for start, stop in self._chunks(len(hidden_TH)):
             chunk, here = targets.between(start, stop)
-            logits_CV, hidden_CH, down_CR = self._logits(hidden_TH[start:stop], lora)
+            chunk_adapters = adapters.between(start, stop)
+            logits_CV, hidden_CH, downs = self._logits(hidden_TH[start:stop], chunk_adapters)
             grad_CH = grad_hidden[start:stop]
             logprobs[here] = _softmax_(logits_CV, chunk)
             _to_gradient_(logits_CV, chunk, gradient[here])
             storage.back_product(logits_CV, self._weight, out=grad_CH)
             if self.gradients is not None:
                 self.gradients.add(logits_CV, hidden_CH)
-            if lora is not None and down_CR is not None:
-                lora.add_gradients(logits_CV, hidden_CH, down_CR, grad_CH)
+            chunk_adapters.add_gradients(logits_CV, hidden_CH, downs, grad_CH)
         return logprobs, grad_hidden
 
     def _chunks(self, num_rows: int) -> list[tuple[int, int]]:
         starts = range(0, num_rows, self.chunk_rows)
         return [(start, min(start + self.chunk_rows, num_rows)) for start in starts]
 
-    def _logits(
-        self, hidden_CH: Tensor, lora: LoraWeights | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(logits in the one buffer, hidden states in float32, A h of the adapter)."""
+    def _logits(self, hidden_CH: Tensor, adapters: Adapters) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(logits in the one buffer, hidden states in float32, A h of each adapter)."""
         if len(self._buffer) < len(hidden_CH):
             self._buffer = self._weight.new_empty(
                 len(hidden_CH), len(self._weight), dtype=torch.float32
@@ -173,7 +171,7 @@ class Head:
             storage.product(wide_CH, self._weight, out=logits_CV)
         if self._bias is not None:
             logits_CV += self._bias
-        return logits_CV, wide_CH, None if lora is None else lora.add_to(logits_CV, wide_CH)
+        return logits_CV, wide_CH, adapters.add_to(logits_CV, wide_CH)
 
 
 def _rows_with(gradient: Tensor, targets: TargetTokens, num_rows: int) -> Tensor:

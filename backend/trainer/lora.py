@@ -7,18 +7,31 @@ Source: Hu et al. 2021, "LoRA", arXiv:2106.09685, equation 3.
 Backward adds the adapter's gradients straight into buffers that its owner provides. With G = dL/dy:
 
     dx = G W + scale * (G B) A      dA = scale * (G B)^T x      dB = scale * G^T (x A^T)
+
+Adapters are computed in their own dtype (float32), whatever x and W are kept in. See `dropout` for what is left out
+of x in front of A while training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from backend.trainer import storage
+from backend.trainer.dropout import Dropout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dropped:
+    """Inputs of A that are left out. kept: bool (T, in); factor: what one that is kept counts."""
+
+    kept: Tensor
+    factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,21 +45,107 @@ class LoraWeights:
     grad_b: Tensor
     scale: float
 
-    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+    def add_to(self, y_TO: Tensor, x_TI: Tensor, dropped: Dropped | None = None) -> Tensor:
         """Adds the adapter's output to y in place and returns x A^T, which `add_gradients` wants back."""
-        down_TR = x_TI @ self.a.T
-        y_TO.addmm_(down_TR, self.b.T, alpha=self.scale)
+        down_TR = self._kept(x_TI, dropped) @ self.a.T
+        _add_product(y_TO, down_TR, self.b.T, self._scale(dropped))
         return down_TR
 
     def add_gradients(
-        self, grad_y_TO: Tensor, x_TI: Tensor, down_TR: Tensor, grad_x_TI: Tensor | None
+        self,
+        grad_y_TO: Tensor,
+        x_TI: Tensor,
+        down_TR: Tensor,
+        grad_x_TI: Tensor | None,
+        dropped: Dropped | None = None,
     ) -> None:
         """Adds to grad_a and grad_b and, unless it is None, to grad_x."""
-        self.grad_b.addmm_(grad_y_TO.T, down_TR, alpha=self.scale)
+        scale, grad_y_TO = self._scale(dropped), grad_y_TO.to(self.b.dtype)
+        self.grad_b.addmm_(grad_y_TO.T, down_TR, alpha=scale)
         grad_down_TR = grad_y_TO @ self.b
-        self.grad_a.addmm_(grad_down_TR.T, x_TI, alpha=self.scale)
-        if grad_x_TI is not None:
-            grad_x_TI.addmm_(grad_down_TR, self.a, alpha=self.scale)
+        self.grad_a.addmm_(grad_down_TR.T, self._kept(x_TI, dropped), alpha=scale)
+        if grad_x_TI is None:
+            return
+        if dropped is None:
+            _add_product(grad_x_TI, grad_down_TR, self.a, scale)
+        else:
+            grad_x_TI.add_((grad_down_TR @ self.a).mul_(dropped.kept), alpha=scale)
+
+    def _kept(self, x_TI: Tensor, dropped: Dropped | None) -> Tensor:
+        """What A reads; the factor of dropout is part of the scale."""
+        x_TI = x_TI.to(self.a.dtype)
+        return x_TI if dropped is None else x_TI * dropped.kept
+
+    def _scale(self, dropped: Dropped | None) -> float:
+        return self.scale if dropped is None else self.scale * dropped.factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdaptedRows:
+    """Rows start..stop of a layer's input go through this adapter. anchor: see Segment."""
+
+    start: int
+    stop: int
+    weights: LoraWeights
+    dropped: Dropped | None = None
+    anchor: Tensor | None = None
+
+    def of(self, matrix: Tensor) -> Tensor:
+        return matrix[self.start : self.stop]
+
+    def picked(self, rows: slice | Tensor, start: int) -> AdaptedRows:
+        """Some of these rows, counted from `start` on."""
+        dropped, num_rows = (
+            self.dropped,
+            rows.stop - rows.start if isinstance(rows, slice) else len(rows),
+        )
+        if dropped is not None:
+            dropped = Dropped(kept=dropped.kept[rows], factor=dropped.factor)
+        return replace(self, start=start, stop=start + num_rows, dropped=dropped)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """Which rows of one layer's input go through which adapters, in ascending order; the others through none."""
+
+    pieces: tuple[AdaptedRows, ...] = ()
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> list[Tensor]:
+        """Adds their outputs to y in place; returns what `add_gradients` wants back."""
+        return [p.weights.add_to(p.of(y_TO), p.of(x_TI), p.dropped) for p in self.pieces]
+
+    def add_gradients(
+        self, grad_y_TO: Tensor, x_TI: Tensor, downs: Sequence[Tensor], grad_x_TI: Tensor | None
+    ) -> None:
+        """Adds to every adapter's gradients and, unless it is None, to grad_x."""
+        for p, down_TR in zip(self.pieces, downs, strict=True):
+            grad_x = None if grad_x_TI is None else p.of(grad_x_TI)
+            p.weights.add_gradients(p.of(grad_y_TO), p.of(x_TI), down_TR, grad_x, p.dropped)
+
+    def between(self, start: int, stop: int) -> Adapters:
+        """Of rows start..stop alone, counted from `start`."""
+        cut = ((p, max(start, p.start), min(stop, p.stop)) for p in self.pieces)
+        return Adapters(
+            tuple(
+                p.picked(slice(first - p.start, last - p.start), first - start)
+                for p, first, last in cut
+                if first < last
+            )
+        )
+
+    def select(self, rows: Tensor) -> Adapters:
+        """Of these rows alone, int64, ascending."""
+        if not self.pieces:
+            return self
+        bounds = torch.tensor([(p.start, p.stop) for p in self.pieces], device=rows.device)
+        spans = torch.searchsorted(rows, bounds.reshape(-1)).reshape(-1, 2).tolist()
+        return Adapters(
+            tuple(
+                p.picked(rows[first:last] - p.start, first)
+                for p, (first, last) in zip(self.pieces, spans, strict=True)
+                if first < last
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,6 +153,7 @@ class Segment:
     """The tokens start..stop of a packed row belong to one session.
 
     weights: its adapter, by module path; a layer that is not in it is the base's own.
+    dropout: what is dropped from the inputs of each layer's A, if anything.
     anchor: any tensor that requires a gradient; None where the adapter is not trained. It never gets a gradient: it
         tells autograd that the layer's output depends on something trainable.
     """
@@ -61,7 +161,27 @@ class Segment:
     start: int
     stop: int
     weights: Mapping[str, LoraWeights]
+    dropout: Dropout | None = None
     anchor: Tensor | None = None
+
+
+def adapters_at(path: str, segments: Sequence[Segment]) -> Adapters:
+    """The part of the segments' adapters in one layer; each call draws dropout's masks anew, and the same."""
+    return Adapters(tuple(_rows(path, s) for s in segments if path in s.weights))
+
+
+def _rows(path: str, segment: Segment) -> AdaptedRows:
+    weights, dropped = segment.weights[path], None
+    if segment.dropout is not None:
+        kept = segment.dropout.kept(path, weights.a.shape[1]).to(weights.a.device)
+        dropped = Dropped(kept=kept, factor=segment.dropout.factor)
+    return AdaptedRows(
+        start=segment.start,
+        stop=segment.stop,
+        weights=weights,
+        dropped=dropped,
+        anchor=segment.anchor,
+    )
 
 
 class Routing:
@@ -92,11 +212,15 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (1, T, in), gives (1, T, out)."""
-        here = [s for s in self._routing.segments if self._path in s.weights]
-        if not here:
-            return F.linear(x, self.weight, self.bias)
-        pieces = [(s.start, s.stop, s.weights[self._path]) for s in here]
-        return _Lora.apply(x, self.weight, self.bias, pieces, *(s.anchor for s in here))
+        adapters = adapters_at(self._path, self._routing.segments)
+        return adapted_linear(x, self.weight, self.bias, adapters)
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> Tensor:
+    """x: (..., T, in) with T rows in all, which `adapters` count; gives (..., T, out)."""
+    if not adapters.pieces:
+        return storage.linear(x, weight, bias)
+    return _Lora.apply(x, weight, bias, adapters, *(piece.anchor for piece in adapters.pieces))
 
 
 class _Lora(torch.autograd.Function):
@@ -104,24 +228,28 @@ class _Lora(torch.autograd.Function):
     written in place, which autograd's own bookkeeping of slices makes slow."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, pieces, *anchors):
-        y = F.linear(x, weight, bias)
-        x_TI, y_TO = x.flatten(0, -2), y.flatten(0, -2)
-        downs = [w.add_to(y_TO[start:stop], x_TI[start:stop]) for start, stop, w in pieces]
+    def forward(ctx, x, weight, bias, adapters, *anchors):
+        y = storage.linear(x, weight, bias)
+        downs = adapters.add_to(y.flatten(0, -2), x.flatten(0, -2))
         ctx.save_for_backward(x, weight, *downs)
-        ctx.pieces = pieces
+        ctx.adapters = adapters
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
         x, weight, *downs = ctx.saved_tensors
-        grad_x = grad_y @ weight if ctx.needs_input_grad[0] else None
-        x_TI, grad_y_TO = x.flatten(0, -2), grad_y.flatten(0, -2)
-        grad_x_TI = None if grad_x is None else grad_x.flatten(0, -2)
-        for (start, stop, w), down_TR in zip(ctx.pieces, downs, strict=True):
-            rows = slice(start, stop)
-            w.add_gradients(
-                grad_y_TO[rows], x_TI[rows], down_TR, None if grad_x_TI is None else grad_x_TI[rows]
-            )
-        return grad_x, None, None, None, *(None for _ in ctx.pieces)
+        grad_y_TO, grad_x_TI = grad_y.flatten(0, -2), None
+        if ctx.needs_input_grad[0]:
+            grad_x_TI = storage.back_product(grad_y_TO, weight)
+        ctx.adapters.add_gradients(grad_y_TO, x.flatten(0, -2), downs, grad_x_TI)
+        grad_x = None if grad_x_TI is None else grad_x_TI.view(x.shape)
+        return grad_x, None, None, None, *(None for _ in ctx.adapters.pieces)
+
+
+def _add_product(y: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """y += scale * left right, rounded once where y is kept in fewer bits."""
+    if y.dtype == left.dtype:
+        y.addmm_(left, right, alpha=scale)
+    else:
+        y.add_(left @ right, alpha=scale)

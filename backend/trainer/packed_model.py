@@ -5,7 +5,7 @@ Which session's adapter applies to which tokens is said for each forward by its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
-from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
+from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment, adapters_at
 from backend.trainer.packing import Run, runs_of
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
@@ -65,41 +65,28 @@ class Forward:
     def __init__(
         self, row: PackedRow, segments: Sequence[Segment], hidden: Tensor, head: Head
     ) -> None:
-        self._row = row
-        self._segments = segments
+        self._targets = row.targets
+        self._adapters = adapters_at(HEAD_PATH, segments)
         self._hidden = hidden
         self._head = head
 
     def logprobs(self) -> Tensor:
         """float32 (E,)."""
-        parts = [
-            self._head.logprobs(hidden, targets, lora) for hidden, targets, _, lora in self._parts()
-        ]
-        return torch.cat(parts)
+        return self._head.logprobs(self._hidden.detach(), self._targets, self._adapters)
 
     def backward(self, gradient: Tensor) -> None:
         """Adds to the gradients of the segments' adapters, given d loss / d logprob, float32 (E,)."""
-        parts = [
-            self._head.backward(hidden, targets, gradient[where], lora)
-            for hidden, targets, where, lora in self._parts()
-        ]
-        self._body_backward(torch.cat(parts))
+        self._body_backward(
+            self._head.backward(self._hidden.detach(), self._targets, gradient, self._adapters)
+        )
 
     def score_and_backward(self, gradient: Tensor) -> Tensor:
         """Both at once, for less than the two one after the other."""
-        parts = [
-            self._head.score_and_backward(hidden, targets, gradient[where], lora)
-            for hidden, targets, where, lora in self._parts()
-        ]
-        self._body_backward(torch.cat([grad_hidden for _, grad_hidden in parts]))
-        return torch.cat([logprobs for logprobs, _ in parts])
-
-    def _parts(self) -> Iterator[tuple[Tensor, TargetTokens, slice, LoraWeights | None]]:
-        """Of each segment: hidden states, targets and where they stand in the row, the head's adapter."""
-        for segment in self._segments:
-            targets, where = self._row.targets.between(segment.start, segment.stop)
-            hidden = self._hidden.detach()[segment.start : segment.stop]
-            yield hidden, targets, where, segment.weights.get(HEAD_PATH)
+        logprobs, grad_hidden = self._head.score_and_backward(
+            self._hidden.detach(), self._targets, gradient, self._adapters
+        )
+        self._body_backward(grad_hidden)
+        return logprobs
 
     def _body_backward(self, grad_hidden: Tensor) -> None:
         # An adapter of the head alone leaves nothing to do below it.

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from backend.trainer.head import Head, targets_of
-from backend.trainer.lora import LoraWeights
+from backend.trainer.lora import AdaptedRows, Adapters, LoraWeights
 
 HIDDEN, VOCAB, RANK = 12, 40, 3
+NONE = Adapters()
 
 
 def linear(*, bias: bool = False, scale: float = 1.0) -> nn.Linear:
@@ -28,6 +29,12 @@ def adapter() -> LoraWeights:
     a = torch.randn(RANK, HIDDEN, generator=generator)
     b = torch.randn(VOCAB, RANK, generator=generator)
     return LoraWeights(a=a, b=b, grad_a=torch.zeros_like(a), grad_b=torch.zeros_like(b), scale=0.7)
+
+
+def all_rows(num_rows: int, lora: LoraWeights | None) -> Adapters:
+    if lora is None:
+        return Adapters()
+    return Adapters((AdaptedRows(start=0, stop=num_rows, weights=lora),))
 
 
 def hidden(num_rows: int) -> Tensor:
@@ -73,7 +80,9 @@ def test_head_equals_float64_autograd(bias, with_adapter, chunk_values):
     gradient[10:60] = 0
     hidden_TH = hidden(200)
     head = Head(layer, chunk_values)
-    logprobs, grad_hidden = head.score_and_backward(hidden_TH, targets, gradient, lora)
+    logprobs, grad_hidden = head.score_and_backward(
+        hidden_TH, targets, gradient, all_rows(200, lora)
+    )
     got = [logprobs, grad_hidden] + ([lora.grad_a, lora.grad_b] if lora else [])
     for one, other in zip(got, reference(layer, hidden_TH, arrays, lora, gradient), strict=True):
         tolerance = 1e-5 * float(other.abs().max())
@@ -83,16 +92,18 @@ def test_head_equals_float64_autograd(bias, with_adapter, chunk_values):
 def test_scores_are_the_same_with_and_without_a_gradient():
     head, lora = Head(linear()), adapter()
     targets = targets_of(random_targets((20,), (5, 3)))
-    scored = head.logprobs(hidden(25), targets, lora)
+    scored = head.logprobs(hidden(25), targets, all_rows(25, lora))
     for gradient in (torch.ones(35), torch.arange(35.0) % 2):
-        assert torch.equal(head.score_and_backward(hidden(25), targets, gradient, lora)[0], scored)
+        assert torch.equal(
+            head.score_and_backward(hidden(25), targets, gradient, all_rows(25, lora))[0], scored
+        )
 
 
 def test_targets_listed_twice_count_twice():
     """Densified sparse targets repeat token 0."""
     arrays = [np.array([[5, 5, 0, 0]])]
     gradient = torch.tensor([1.0, 0.5, 0.25, 0.0])
-    got = Head(linear()).backward(hidden(1), targets_of(arrays), gradient, None)
+    got = Head(linear()).backward(hidden(1), targets_of(arrays), gradient, NONE)
     _, wanted = reference(linear(), hidden(1), arrays, None, gradient)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -102,7 +113,7 @@ def test_logprobs_far_below_underflow_are_exact(scale):
     """exp(lp) is 0 in float32; lp itself is not."""
     arrays = random_targets((30,))
     layer = linear(scale=scale)
-    logprobs = Head(layer).logprobs(hidden(30), targets_of(arrays), None)
+    logprobs = Head(layer).logprobs(hidden(30), targets_of(arrays), NONE)
     wanted = reference(layer, hidden(30), arrays, None, torch.zeros(30))[0]
     assert float(wanted.min()) < -100
     torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-6 * scale)
@@ -112,7 +123,7 @@ def test_a_certain_target_has_logprob_zero_and_no_gradient():
     layer = linear(scale=1e4)
     best = (hidden(8) @ layer.weight.T).argmax(dim=1).numpy()
     logprobs, grad_hidden = Head(layer).score_and_backward(
-        hidden(8), targets_of([best]), torch.ones(8), None
+        hidden(8), targets_of([best]), torch.ones(8), NONE
     )
     assert torch.equal(logprobs, torch.zeros(8))
     assert torch.equal(grad_hidden, torch.zeros(8, HIDDEN))
@@ -136,7 +147,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_logits_of_more_than_one_chunk_never_exist(products: list[int]):
     head = Head(linear(), chunk_values=64 * VOCAB)
     targets = targets_of(random_targets((1000,)))
-    head.score_and_backward(hidden(1000), targets, torch.ones(1000), adapter())
+    head.score_and_backward(hidden(1000), targets, torch.ones(1000), all_rows(1000, adapter()))
     assert max(products) == head.chunk_rows == 64
     assert sum(products) == 2 * 1000  # once to the logits, once back: nothing is computed twice
     assert head._buffer.numel() == 64 * VOCAB
@@ -148,11 +159,11 @@ def test_rows_without_a_gradient_are_not_differentiated(products: list[int]):
     targets = targets_of(random_targets((100,)))
     gradient = torch.zeros(100)
     gradient[90:] = 1
-    head.score_and_backward(hidden(100), targets, gradient, None)
+    head.score_and_backward(hidden(100), targets, gradient, NONE)
     assert sum(products) == 100 + 10
     products.clear()
-    head.backward(hidden(100), targets, gradient, None)
+    head.backward(hidden(100), targets, gradient, NONE)
     assert sum(products) == 10 + 10
     products.clear()
-    assert not head.backward(hidden(100), targets, torch.zeros(100), adapter()).any()
+    assert not head.backward(hidden(100), targets, torch.zeros(100), all_rows(100, adapter())).any()
     assert products == []
