@@ -83,7 +83,9 @@ class TrainerActions:
         metrics = await self._thread.call(_step, self._trainer, session.id, params)
         version = session.policy_version + (metrics is not None)
         shown = {"empty_window:max": 1.0} if metrics is None else metrics
-        return pb.Operation(optim_step=pb.OptimStepResult(policy_version=version, metrics=shown))
+        done = pb.Operation(optim_step=pb.OptimStepResult(policy_version=version, metrics=shown))
+        notices.give(session, done, notices.notices_of_step(params))
+        return done
 
     async def _weights_sync(self, session: Session, sequence: int) -> pb.Operation:
         weights = await self._thread.call(self._trainer.weights, session.id)

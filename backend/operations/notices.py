@@ -1,4 +1,4 @@
-"""What a caller should know of a pass though it succeeded: warnings of its operation, each kind once per session."""
+"""What a caller should know of an operation though it succeeded: its warnings, each kind once per session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 
 from backend.operations.session import Session
-from backend.trainer.base import Pass
+from backend.trainer.base import DimuonParams, OptimParams, Pass
+from backend.trainer.dimuon import DIMUON_NOTICE
 from together_post_training import losses
 from together_post_training.alignment import Alignment
 from together_post_training.v1 import operations_pb2 as pb
@@ -28,6 +29,10 @@ def notices_of(work: Pass, alignment: Alignment) -> Notices:
         are_targets = alignment.metrics["alignment_shifted_targets:sum"] > 0
         notices[f"alignment of {'targets' if are_targets else 'logprobs'}"] = alignment.warning
     return notices
+
+
+def notices_of_step(params: OptimParams) -> Notices:
+    return {"Dimuon": DIMUON_NOTICE} if isinstance(params, DimuonParams) else {}
 
 
 def give(session: Session, operation: pb.Operation, notices: Notices) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from backend.operations.work import (
     CheckpointKind,
     LoadCheckpointWork,
@@ -15,9 +13,9 @@ from backend.operations.work import (
 from backend.resources.sequence_records import SequenceRecords
 from backend.services import wire
 from backend.services.fields import check_metadata, invalid, optional
+from backend.services.optimizer_requests import optim_params
 from backend.services.recorded_inputs import with_recorded
-from backend.trainer.base import AdamParams, Pass
-from backend.trainer.checks import check_params
+from backend.trainer.base import OptimizerConfig, Pass
 from together_post_training import losses, samples, tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.names import check_checkpoint_name, parse_checkpoint_path
@@ -27,9 +25,6 @@ from together_post_training.v1 import trainer_pb2 as pb
 
 _TEN_YEARS_S = 10 * 366 * 24 * 3600
 _MAX_CHUNKS = 1_000_000
-
-# Together's defaults; Tinker's clients send each value.
-_NATIVE_ADAM = AdamParams(eps=1e-8, grad_clip_norm=1.0)
 
 _KINDS: dict[int, CheckpointKind] = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
@@ -79,17 +74,9 @@ def custom_work(request: pb.CustomForwardBackwardRequest, limits: Limits) -> Pas
     )
 
 
-def optim_step_work(request: pb.OptimStepRequest) -> OptimStepWork:
-    """Absent parameters have the defaults that the contract names; an explicit 0 is 0."""
-    if request.WhichOneof("params") != "adam":
-        raise fail(
-            Reason.INVALID_ARGUMENT,
-            "The optimiser's parameters are missing: set adam ({} for the defaults).",
-        )
-    given = {field.name: value for field, value in request.adam.ListFields()}
-    params = replace(_NATIVE_ADAM, **given)
-    check_params(params)
-    return OptimStepWork(params=params)
+def optim_step_work(request: pb.OptimStepRequest, optimizer: OptimizerConfig) -> OptimStepWork:
+    """`optimizer`: the session's."""
+    return OptimStepWork(params=optim_params(request, optimizer))
 
 
 def weights_sync_work(request: pb.WeightsSyncRequest) -> WeightsSyncWork:

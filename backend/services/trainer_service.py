@@ -15,6 +15,7 @@ from backend.resources.sequence_records import SequenceRecords
 from backend.resources.sessions import Sessions
 from backend.services import trainer_requests as parse
 from backend.services.status import request_bytes
+from backend.trainer.base import ADAMW
 from together_post_training.samples import Limits
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2, trainer_pb2_grpc
@@ -43,7 +44,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context):
         kind = pb.OPERATION_KIND_OPTIM_STEP
-        return await self._submit(kind, request, lambda r, _: parse.optim_step_work(r))
+        session = self._sessions.running(request.session)
+        # Without a session nothing is decoded.
+        optimizer = ADAMW if session is None else session.optimizer
+        return await self._submit(kind, request, lambda r, _: parse.optim_step_work(r, optimizer))
 
     async def WeightsSync(self, request: trainer_pb2.WeightsSyncRequest, context: Context):
         kind = pb.OPERATION_KIND_WEIGHTS_SYNC
