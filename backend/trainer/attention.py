@@ -8,16 +8,21 @@ exactly as it would be without neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from backend.trainer.packing import Run
 
 PACKED = "packed"
+
+# Queries computed at a time where a window is shorter than the sequence: bounds the mask to (block, block + window).
+_WINDOW_BLOCK = 512
 
 
 def packed_attention(
@@ -43,24 +48,80 @@ def packed_attention(
         (1, T, heads, D), and no attention weights.
     """
     _refuse_unknown(options)
+    if _takes_varlen(query, value, runs, sliding_window):
+        return _varlen(query, key, value, tuple(runs), scaling), None
     sizes = [run.num_tokens for run in runs]
     outputs = []
-    for run, q, k, v in zip(
+    for run, *parts in zip(
         runs, *(t.split(sizes, dim=2) for t in (query, key, value)), strict=True
     ):
-        mask = _band(run.length, sliding_window, query.device)
-        output = F.scaled_dot_product_attention(
-            _unpack(q, run),
-            _unpack(k, run),
-            _unpack(v, run),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        q, k, v = (_unpack(part, run) for part in parts)
+        output = _attend(q, k, v, scaling, sliding_window)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return packed.unsqueeze(0), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Sequences of one length n: (count, heads, n, D), of k and v perhaps fewer heads, to the same shape."""
+    length, is_grouped = q.shape[2], q.shape[1] != k.shape[1]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
+        )
+    outputs = []
+    for start in range(0, length, _WINDOW_BLOCK):
+        stop, first = min(start + _WINDOW_BLOCK, length), max(0, start + 1 - window)
+        keys, values = k[:, :, first:stop], v[:, :, first:stop]
+        mask = _band(stop - start, stop - first, window, q.dtype, q.device)
+        block = q[:, :, start:stop]
+        outputs.append(
+            F.scaled_dot_product_attention(
+                block, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _takes_varlen(query: Tensor, value: Tensor, runs: Sequence[Run], window: int | None) -> bool:
+    """Whether one kernel computes all sequences: on a GPU, in half precision, of heads that it knows, windows not
+    counting. Anything else goes through SDPA, a length at a time."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[3] == value.shape[3] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and (window is None or max(run.length for run in runs) <= window)
+    )
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float | None
+) -> Tensor:
+    """As `packed_attention`."""
+    starts, longest = _starts(runs, query.device), max(run.length for run in runs)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+@lru_cache(maxsize=4)
+def _starts(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """int32 (sequences + 1,): where each begins, and where the last ends. The same for all layers."""
+    lengths = [run.length for run in runs for _ in range(run.count)]
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
 def _unpack(packed: Tensor, run: Run) -> Tensor:
@@ -68,12 +129,18 @@ def _unpack(packed: Tensor, run: Run) -> Tensor:
     return packed[0].unflatten(1, (run.count, run.length)).transpose(0, 1)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a sequence longer than the window; None where the causal mask says it all."""
-    if window is None or length <= window:
-        return None
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
+@lru_cache(maxsize=8)
+def _band(
+    num_queries: int, num_keys: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(queries, keys): 0 where one of the last tokens of a stretch sees one of its keys, -inf elsewhere.
+
+    The same for all layers, and for all blocks of a sequence but the ends; who holds on to it in backward shares it.
+    """
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    last = num_keys - num_queries
+    is_seen = ones.tril(last) & ones.triu(last + 1 - window)
+    return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, -torch.inf)
 
 
 def _refuse_unknown(options: dict[str, object]) -> None:
