@@ -18,7 +18,7 @@ from backend.generator.base import (
 )
 from backend.generator.sampling import ABSENT_LOGPROB, Controls, TokenStream, draw, topk
 from backend.generator.stopping import StopMatcher
-from backend.trainer.base import Adapter, Array, ModelInfo, Weights
+from backend.trainer.base import Array, ModelInfo, Weights
 from backend.trainer.bigram import BigramModel
 from together_post_training.errors import Reason, fail
 
@@ -37,9 +37,8 @@ class BigramGenerator:
         return self._model.info
 
     def add_snapshot(self, snapshot: str, weights: Weights) -> None:
-        adapter = _adapter(weights)
         assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
-        self._snapshots[snapshot] = self._model.logprobs(adapter)
+        self._snapshots[snapshot] = self._model.logprobs(weights)
 
     def drop_snapshot(self, snapshot: str) -> None:
         self._table(snapshot)
@@ -116,9 +115,3 @@ def _score_prompt(table: Array, call: SampleCall) -> tuple[Array | None, Topk | 
         token_ids=np.concatenate([first_ids, best.token_ids]).astype(np.int32),
         logprobs=np.concatenate([first_logprobs, best.logprobs]).astype(np.float32),
     )
-
-
-def _adapter(weights: Weights) -> Adapter:
-    if not isinstance(weights, Adapter):
-        raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be sampled yet.")
-    return weights

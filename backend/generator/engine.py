@@ -37,9 +37,13 @@ class Engine:
     def submit(self, job: Job) -> None:
         self._inbox.put(job)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the thread after the step that is in progress, and fails what is unfinished."""
         self._inbox.put(None)
+
+    def close(self) -> None:
+        """The same, and waits for it."""
+        self.end()
         self._thread.join()
 
     def _run(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 
+from backend.trainer.base import FullWeights
+from backend.trainer.base_model import BaseModel
 from backend.trainer.flat_layout import FlatLayout, Shape
 from together_post_training.errors import Reason, fail
 
@@ -72,6 +75,14 @@ def bind(
         for name, shared in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             part.register_parameter(name, by_id[id(shared)])
     return own
+
+
+def under(base: BaseModel, layout: ModelLayout, weights: FullWeights) -> BaseModel:
+    """The base model with other weights, float32. On a CPU those that are one tensor share its memory."""
+    module = base.view("sdpa")
+    parameters = layout.parameters_from(weights.tensors)
+    bind(module, base.module, {name: p.to(base.device) for name, p in parameters.items()})
+    return replace(base, module=module)
 
 
 def _tensors(
