@@ -77,6 +77,8 @@ class FakeService:
         self.sessions: dict[str, Session] = {}
         # Sequence numbers of operations that do not end until they are removed here and `nudge` is called.
         self.unfinished: set[int] = set()
+        # What operations warn of, by sequence number.
+        self.warnings: dict[int, list[str]] = {}
         # Raises to fail an operation.
         self.behave: Callable[[Any], None] = lambda request: None
         # By base model.
@@ -184,6 +186,7 @@ class FakeService:
             operation.error.metadata.update(error.metadata)
             return
         _RESULTS[type(request)](operation, request)
+        operation.warnings.extend(self.warnings.get(request.sequence, ()))
         operation.state = operations_pb2.OPERATION_STATE_SUCCEEDED
 
 
