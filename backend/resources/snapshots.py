@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from weakref import WeakValueDictionary
 
 from backend.checkpoints.manifest import Manifest
@@ -22,7 +22,7 @@ from backend.operations.journal import Journal
 from backend.operations.session import Session
 from backend.resources.resource import Resource
 from backend.resources.resources import Resources
-from backend.trainer.base import Weights
+from backend.trainer.base import FullConfig, Weights
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath, parse_checkpoint_path
 from together_post_training.v1.generator_pb2 import Snapshot
@@ -38,6 +38,8 @@ class Snapshots:
         self._checkpoints = checkpoints
         self._resources = resources
         self._records: dict[str, Snapshot] = {}
+        # Full weights are large: one set is read at a time.
+        self._loading_full = asyncio.Lock()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def restore(self) -> None:
@@ -66,7 +68,7 @@ class Snapshots:
             policy_version=session.policy_version,
         )
         resource = await self._resources.get(record.base_model)
-        resource.residency.add(record.name, weights)
+        await resource.residency.add(record.name, weights)
         await self._keep(record)
         return record.name
 
@@ -83,12 +85,17 @@ class Snapshots:
             manifest = await asyncio.to_thread(self._checkpoints.get, path)
             resource = await self._resources.get(manifest.base_model)
             if not resource.residency.has(_checkpoint_name(manifest)):
-                loaded = await asyncio.to_thread(self._checkpoints.load, path, optimizer=False)
-                # It may have been overwritten in between.
-                manifest = loaded.manifest
-                await _check_fits(resource, loaded)
-                resource.residency.add(_checkpoint_name(manifest), loaded.weights)
+                is_full = isinstance(manifest.weights, FullConfig)
+                async with self._loading_full if is_full else nullcontext():
+                    manifest = await self._load(resource, path)
             return await self._keep_opened(manifest)
+
+    async def _load(self, resource: Resource, path: CheckpointPath) -> Manifest:
+        """It may have been overwritten since it was looked at: the manifest of what was loaded."""
+        loaded = await asyncio.to_thread(self._checkpoints.load, path, optimizer=False)
+        await _check_fits(resource, loaded)
+        await resource.residency.add(_checkpoint_name(loaded.manifest), loaded.weights)
+        return loaded.manifest
 
     async def _keep_opened(self, manifest: Manifest) -> Snapshot:
         name = _checkpoint_name(manifest)
@@ -131,7 +138,14 @@ class Snapshots:
 
 
 async def _check_fits(resource: Resource, loaded: LoadedCheckpoint) -> None:
-    """Loads it into a session of its own, which checks every tensor. Raises INCOMPATIBLE_CHECKPOINT."""
+    """Loads an adapter into a session of its own, which checks every tensor; full weights are the generator's to check,
+    without a second copy.
+
+    Raises:
+        PostTrainingError: INCOMPATIBLE_CHECKPOINT.
+    """
+    if isinstance(loaded.manifest.weights, FullConfig):
+        return
     trial = f"trial of {loaded.manifest.path}"
 
     def check() -> None:
