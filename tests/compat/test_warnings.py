@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import logging
 import re
 import threading
@@ -104,7 +105,7 @@ def test_warnings_come_where_the_result_is_awaited(fake, training):
 
     (warning,) = shown(fake, lambda: asyncio.run(wait()))
     assert str(warning.message) == "mind the gap"
-    assert warning.filename == __file__
+    assert "await step(training)" in linecache.getline(warning.filename, warning.lineno)
 
 
 def test_warnings_of_a_result_that_nobody_gets_come_with_the_next(fake, training):
