@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
@@ -76,6 +76,20 @@ class BaseModel:
         dtype = self.module.config.dtype
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def check_tolerance(self) -> float:
+        """How far a model's own log-probabilities and an engine's may lie apart, for the engine to be right.
+
+        What such a check finds (a scaled or capped logit, say) is far larger.
+        """
+        return 1e-3 if self.dtype == torch.float32 else 0.5
+
+    @torch.no_grad()
+    def plain_logprobs(self, tokens_T: Tensor) -> Tensor:
+        """The model's own, of every next token: float32 (T, V)."""
+        logits = self.module(tokens_T[None].to(self.device), use_cache=False).logits
+        return logits[0].float().log_softmax(dim=1)
 
     def view(self, attention: str) -> PreTrainedModel:
         """A module tree that shares every parameter and buffer, with modules and a config of its own.

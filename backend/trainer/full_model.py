@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,12 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, HeadGradients
 from backend.trainer.lora import Segment
+from backend.trainer.memory import Cost, measure
 from backend.trainer.model_layout import ModelLayout, bind
-from backend.trainer.packed_model import Forward, PackedRow
+from backend.trainer.packed_model import Forward, PackedRow, pack
+from together_post_training.samples import Sample
+
+_PROBE_TOKENS = 32
 
 
 class FullModel:
@@ -43,6 +48,7 @@ class FullModel:
         self._checkpointing = Checkpointing(self._view)
         self._linear = head
         self._head = Head(head, chunk_values)
+        self.cost = self._measure(base)
 
     def accumulate_into(self, gradient: Tensor | None) -> None:
         """Backward passes from here on add to this buffer, laid out as the weights are. None: lets go of the last."""
@@ -70,6 +76,19 @@ class FullModel:
                 runs=row.runs,
             ).last_hidden_state
         return Forward(row, segments, hidden[0], self._head)
+
+    def _measure(self, base: BaseModel) -> Cost:
+        tokens = np.arange(_PROBE_TOKENS) % base.info.limits.vocab_size
+        row = pack([Sample(tokens=tokens, inputs={"target_tokens": tokens})], base.device)
+        return measure(
+            lambda: self.forward(row, [], for_backward=True),
+            (*self._view.parameters(), *self._view.buffers()),
+            num_tokens=_PROBE_TOKENS,
+            num_layers=len(self._checkpointing.layers),
+            hidden_size=self._view.config.hidden_size,
+            dtype=torch.float32,
+            fixed=self._head.buffer_bytes,
+        )
 
 
 def _copy(base: BaseModel, layout: ModelLayout) -> Tensor:

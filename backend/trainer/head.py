@@ -88,6 +88,11 @@ class Head:
         self._buffer = torch.empty(0, vocab_size, device=self._weight.device)
         self.gradients: HeadGradients | None = None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What the one buffer of logits takes at most."""
+        return self.chunk_rows * len(self._weight) * torch.float32.itemsize
+
     @torch.no_grad()
     def logprobs(self, hidden_TH: Tensor, targets: TargetTokens, adapters: Adapters) -> Tensor:
         """float32 (E,)."""

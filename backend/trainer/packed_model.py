@@ -21,6 +21,7 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
 from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment, adapters_at
+from backend.trainer.memory import Cost, measure
 from backend.trainer.packing import Run, runs_of
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
@@ -28,9 +29,11 @@ from together_post_training.samples import Sample
 
 HEAD_PATH = "lm_head"
 
-# How far a model's own logprobs and ours may lie apart. What this finds (a scaled or capped logit, say) is far larger.
-_CHECK_TOLERANCE = 1e-3
+# Of the sequences that are compared with the model's own forward.
 _CHECK_LENGTHS = (7, 3)
+# To measure what an adapter's passes keep in memory: one of this rank, on every layer.
+_PROBE_TOKENS = 32
+_PROBE_RANK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,6 +112,7 @@ class PackedModel:
             self._view.set_submodule(path, LoraLinear(linear[path], path, self._routing))
         self._checkpointing = Checkpointing(self._view)
         self._check_equals(base)
+        self.cost = self._measure(base)
 
     def layers(self, lora: LoraConfig) -> list[Layer]:
         """Those that an adapter of this configuration trains, in the model's order."""
@@ -148,16 +152,13 @@ class PackedModel:
         """Compares with the model's own forward, one short sequence at a time."""
         sequences = [torch.arange(n) % base.info.limits.vocab_size for n in _CHECK_LENGTHS]
         samples = [Sample(tokens=s.numpy(), inputs={"target_tokens": s.numpy()}) for s in sequences]
-        row = pack(samples)
+        row = pack(samples, base.device)
         ours = self.forward(row, [whole_row(row)]).logprobs()
-        with torch.no_grad():
-            logits = [base.module(s[None], use_cache=False).logits[0] for s in sequences]
-        plain = [z.log_softmax(1) for z in logits]
         at_targets = [
-            lp.gather(1, s[:, None])[:, 0] for lp, s in zip(plain, sequences, strict=True)
+            base.plain_logprobs(s).gather(1, s[:, None].to(base.device))[:, 0] for s in sequences
         ]
         gap = float((ours - torch.cat(at_targets)).abs().max())
-        if not gap < _CHECK_TOLERANCE:
+        if not gap < base.check_tolerance:
             raise fail(
                 Reason.UNIMPLEMENTED,
                 f"Model type {self._view.config.model_type!r} cannot be trained yet: log-probabilities computed here "
@@ -165,6 +166,26 @@ class PackedModel:
                 model_type=self._view.config.model_type,
                 gap=gap,
             )
+
+    def _measure(self, base: BaseModel) -> Cost:
+        tokens = np.arange(_PROBE_TOKENS) % base.info.limits.vocab_size
+        row = pack([Sample(tokens=tokens, inputs={"target_tokens": tokens})], base.device)
+        # A single zero, however large the matrix.
+        zero = torch.zeros(1, 1, device=base.device)
+        weights = {}
+        for path, layer in self._layers.items():
+            a, b = (zero.expand(shape) for shape in layer.shapes(_PROBE_RANK))
+            weights[path] = LoraWeights(a=a, b=b, grad_a=a, grad_b=b, scale=1.0)
+        segment = whole_row(row, weights, zero.clone().requires_grad_())
+        return measure(
+            lambda: self.forward(row, [segment], for_backward=True),
+            (*self._view.parameters(), *self._view.buffers()),
+            num_tokens=_PROBE_TOKENS,
+            num_layers=len(self._checkpointing.layers),
+            hidden_size=self._view.config.hidden_size,
+            dtype=base.dtype,
+            fixed=self._head.buffer_bytes,
+        )
 
 
 def whole_row(
