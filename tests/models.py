@@ -15,9 +15,23 @@ VOCAB_SIZE = 128
 MAX_SEQ_LENGTH = 64
 _INIT_STD = 0.5
 # What some architectures add to the common shape.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _SPECIAL = {
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gpt2": {"n_inner": 48},
     "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "olmoe": _EXPERTS,
+    "phi3": {"sliding_window": 8},
+    # Its first layer has no experts.
+    "qwen2_moe": {
+        **_EXPERTS,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 24},
+    "starcoder2": {"sliding_window": 8},
 }
 
 

@@ -49,7 +49,7 @@ class EmbeddedGenerator:
         self._model = base.info
         runner = ModelRunner(base)
         check_equals_transformers(base, runner)
-        self._layers = runner.layers
+        self._adapted = runner.adapted
         self._decode = load_decoder(base.tokenizer_dir)
         self._snapshots: dict[str, SnapshotWeights] = {}
         self._is_closed = False
@@ -66,7 +66,7 @@ class EmbeddedGenerator:
     def add_snapshot(self, snapshot: str, weights: Weights) -> None:
         adapter = _adapter(weights)
         assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
-        self._snapshots[snapshot] = snapshot_weights(adapter, self._layers)
+        self._snapshots[snapshot] = snapshot_weights(adapter, self._adapted(adapter.lora))
 
     def drop_snapshot(self, snapshot: str) -> None:
         self._weights(snapshot)

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from backend.generator.linear import linear
-from backend.trainer import targets
 from backend.trainer.base import Adapter
+from backend.trainer.experts import columns_of_b, rows_of_a
+from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SnapshotWeights:
-    """A snapshot's own copy of an adapter. pairs: by layer's path, A^T (in, rank) and B^T (rank, out)."""
+    """A snapshot's own copy of an adapter. pairs: by layer's path, A^T (in, rank) and B^T (rank, out); of experts,
+    (E, in, rank) and (E, rank, out)."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
@@ -78,31 +80,31 @@ def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) 
         module.set_submodule(path, RoutedLinear(layer, path, routes))
 
 
-def snapshot_weights(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> SnapshotWeights:
-    """Copies an adapter of any of these layers, by path.
+def snapshot_weights(adapter: Adapter, layers: Sequence[Layer]) -> SnapshotWeights:
+    """Copies an adapter of these layers.
 
     Raises:
         PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming a tensor that is missing, unexpected or misshapen.
     """
-    rank = adapter.lora.rank
     tensors = dict(adapter.tensors)
     pairs = {}
-    for path, layer in layers.items():
-        names = targets.tensor_names(path)
-        if not any(name in tensors for name in names):
-            continue
-        shapes = ((rank, layer.in_features), (layer.out_features, rank))
-        a, b = (_take(tensors, name, shape) for name, shape in zip(names, shapes, strict=True))
-        pairs[path] = (a.T, b.T)
+    for layer in layers:
+        shapes = layer.shapes(adapter.lora.rank)
+        a, b = (
+            _take(tensors, name, shape) for name, shape in zip(layer.tensors, shapes, strict=True)
+        )
+        if layer.num_experts:
+            a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts).contiguous()
+        pairs[layer.path] = (a.mT, b.mT)
     for name in tensors:
-        raise _incompatible(name, "belongs to no layer of this model that takes an adapter")
+        raise _incompatible(name, "belongs to no layer of this model that the adapter trains")
     return SnapshotWeights(pairs=pairs, scale=adapter.lora.scale)
 
 
 def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int]) -> Tensor:
     array = tensors.pop(name, None)
     if array is None:
-        raise _incompatible(name, "is missing, though its other half is there")
+        raise _incompatible(name, "is missing")
     if array.shape != shape:
         raise _incompatible(name, f"has shape {list(array.shape)}, must have {list(shape)}")
     return torch.tensor(array, dtype=torch.float32)

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from backend.generator import attention
+from backend.generator import attention, experts
 from backend.generator.lora import Routes, Span, install
 from backend.trainer import targets
+from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
+from backend.trainer.targets import Layer
 
 
 class ModelRunner:
     """A view of the base model with this engine's attention and adapters. Shares all weights with other views.
 
-    Owned by the engine's thread. layers: those that may carry adapters, by path; an architecture that is not known
-    to the trainer has none.
+    Owned by the engine's thread.
     """
 
     def __init__(self, base: BaseModel) -> None:
         view = base.view(attention.NAME)
-        is_known = view.config.model_type in targets.FAMILIES
-        self.layers = targets.linear_layers(view) if is_known else {}
+        self._model_type = view.config.model_type
+        self._layers: Mapping[str, Layer] = {}
         self._routes = Routes()
-        install(view, self.layers, self._routes)
+        if self._model_type in targets.FAMILIES:
+            self._layers = targets.layers_of(view)
+            experts.install(view, targets.expert_modules(view), self._routes)
+            install(view, targets.linear_layers(view), self._routes)
         self._body = view.base_model
         head = view.get_output_embeddings()
         assert head is not None
         self._head = head
+
+    def adapted(self, lora: LoraConfig) -> list[Layer]:
+        """The layers of an adapter of this configuration.
+
+        Raises:
+            PostTrainingError: UNIMPLEMENTED for an architecture that is not known to the trainer.
+        """
+        return targets.select(self._layers, self._model_type, lora)
 
     def hidden(
         self,

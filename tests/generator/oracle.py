@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from backend.generator.base import SampleCall, SampledSequence, SampleResult
 from backend.generator.embedded import EmbeddedGenerator
 from backend.generator.sampling import TokenStream
+from backend.trainer import targets
 from backend.trainer.base import Adapter, LoraConfig
 from backend.trainer.base_model import BaseModel
-from backend.trainer.targets import linear_layers, tensor_names
+from backend.trainer.targets import Layer
 
 Array = np.ndarray
 
@@ -30,12 +31,14 @@ _names = itertools.count()
 def random_adapter(base: BaseModel, *, seed: int, rank: int = 4, size: float = 0.15) -> Adapter:
     """On every layer that takes one, A and B both random."""
     rng = np.random.default_rng(seed)
-    tensors = {}
-    for path, layer in linear_layers(base.module).items():
-        a, b = tensor_names(path)
-        tensors[a] = rng.normal(scale=size, size=(rank, layer.in_features)).astype(np.float32)
-        tensors[b] = rng.normal(scale=size, size=(layer.out_features, rank)).astype(np.float32)
-    return Adapter(lora=LoraConfig(rank=rank, alpha=2.0 * rank, seed=seed), tensors=tensors)
+    lora = LoraConfig(rank=rank, alpha=2.0 * rank, seed=seed)
+    chosen = targets.select(targets.layers_of(base.module), base.module.config.model_type, lora)
+    tensors = {
+        name: rng.normal(scale=size, size=shape).astype(np.float32)
+        for layer in chosen
+        for name, shape in zip(layer.tensors, layer.shapes(rank), strict=True)
+    }
+    return Adapter(lora=lora, tensors=tensors, targets=targets.peft_targets(chosen))
 
 
 def publish(generator: EmbeddedGenerator, adapter: Adapter) -> str:
@@ -48,13 +51,28 @@ def merged(base: BaseModel, adapter: Adapter | None) -> PreTrainedModel:
     """A copy of the base model with W + scale B A in place of W, in float64 but for what transformers itself computes
     in float32 (norms, rotary angles)."""
     module = copy.deepcopy(base.module).double()
+    # Transformers' faster experts know no float64.
+    module.set_experts_implementation("eager")
     if adapter is None:
         return module
-    for path, layer in linear_layers(module).items():
-        a, b = (adapter.tensors[name].astype(np.float64) for name in tensor_names(path))
-        delta = torch.from_numpy(adapter.lora.scale * b @ a)
-        layer.weight = nn.Parameter(layer.weight + delta, requires_grad=False)
+    for layer in targets.select(targets.layers_of(module), module.config.model_type, adapter.lora):
+        name = layer.path if layer.num_experts else f"{layer.path}.weight"
+        owner, _, attribute = name.rpartition(".")
+        delta = torch.from_numpy(adapter.lora.scale * _product(adapter, layer))
+        weight = getattr(module.get_submodule(owner), attribute)
+        changed = weight + (delta.mT if layer.is_transposed else delta)
+        setattr(module.get_submodule(owner), attribute, nn.Parameter(changed, requires_grad=False))
     return module
+
+
+def _product(adapter: Adapter, layer: Layer) -> Array:
+    """B A, float64: (out, in), or (E, out, in)."""
+    a, b = (adapter.tensors[name].astype(np.float64) for name in layer.tensors)
+    if not layer.num_experts:
+        return b @ a
+    of_a = a.reshape(layer.num_experts, adapter.lora.rank, layer.num_in)
+    of_b = b.reshape(layer.num_out, adapter.lora.rank, layer.num_experts)
+    return np.einsum("ore,eri->eoi", of_b, of_a)
 
 
 @torch.no_grad()

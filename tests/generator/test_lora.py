@@ -11,11 +11,18 @@ from torch import nn
 
 from backend.generator.lora import RoutedLinear, Routes, Span, snapshot_weights
 from backend.trainer.base import Adapter, LoraConfig
-from backend.trainer.targets import tensor_names
+from backend.trainer.targets import Layer, tensor_names
 from together_post_training.errors import PostTrainingError, Reason
 
 IN, OUT = 5, 7
 LAYERS = {"layers.0.q_proj": nn.Linear(IN, OUT), "lm_head": nn.Linear(IN, OUT, bias=False)}
+
+
+def layers(*paths: str) -> list[Layer]:
+    return [
+        Layer(path=path, num_in=IN, num_out=OUT, tensors=tensor_names(path), peft_name=path)
+        for path in paths
+    ]
 
 
 def adapter(*paths: str, seed: int = 0, rank: int = 2, alpha: float = 3.0) -> Adapter:
@@ -33,7 +40,10 @@ def test_each_span_goes_through_its_own_adapter(num_rows):
     """Two adapters of different ranks, rows without any before, between and after, and a layer that one lacks."""
     routes = Routes()
     adapters = [adapter(*LAYERS), adapter("lm_head", seed=1, rank=3)]
-    weights = [snapshot_weights(a, LAYERS) for a in adapters]
+    weights = [
+        snapshot_weights(adapters[0], layers(*LAYERS)),
+        snapshot_weights(adapters[1], layers("lm_head")),
+    ]
     x = torch.randn(1, num_rows, IN, generator=torch.Generator().manual_seed(0))
     routes.spans = [Span(1, 2, weights[0]), Span(3, num_rows - 1, weights[1])]
     for path, layer in LAYERS.items():
@@ -49,15 +59,11 @@ def test_each_span_goes_through_its_own_adapter(num_rows):
 
 def test_weights_are_a_copy():
     one = adapter("lm_head", rank=1)
-    weights = snapshot_weights(one, LAYERS)
+    weights = snapshot_weights(one, layers("lm_head"))
     before = [t.clone() for t in weights.pairs["lm_head"]]
     for array in one.tensors.values():
         array[:] = 0
     assert all(torch.equal(t, b) for t, b in zip(weights.pairs["lm_head"], before, strict=True))
-
-
-def test_an_adapter_of_nothing_is_the_base():
-    assert snapshot_weights(adapter(), LAYERS).pairs == {}
 
 
 def test_tensors_that_do_not_fit_are_named():
@@ -74,6 +80,6 @@ def test_tensors_that_do_not_fit_are_named():
     }
     for message, (tensors, name) in unfit.items():
         with pytest.raises(PostTrainingError, match=message) as error:
-            snapshot_weights(replace(fitting, tensors=tensors), LAYERS)
+            snapshot_weights(replace(fitting, tensors=tensors), layers("lm_head"))
         assert error.value.reason is Reason.INCOMPATIBLE_CHECKPOINT
         assert error.value.metadata["tensor"] == name

@@ -9,13 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import peft
 import torch
 from peft import PeftModel
-from safetensors.numpy import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from backend.checkpoints import peft_files
 from backend.trainer.base import Adapter
 from together_post_training.samples import Sample
 
@@ -24,7 +23,7 @@ Array = np.ndarray
 
 def plain_logprobs(directory: Path, samples: Sequence[Sample]) -> list[Array]:
     """Of the base model, float64."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model = _plain(directory)
     with torch.no_grad():
         return [_target_logprobs(model, sample).numpy() for sample in samples]
 
@@ -60,23 +59,28 @@ class Oracle:
 
 def load(directory: Path, adapter: Adapter) -> Oracle:
     """Through the files that PEFT reads, as anyone would load what we save."""
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    names = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in adapter.tensors}
-    config = peft.LoraConfig(
-        r=adapter.lora.rank,
-        lora_alpha=int(adapter.lora.alpha),
-        target_modules=sorted(names),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(directory),
-    )
+    base = _plain(directory)
     with TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        save_file(dict(adapter.tensors), Path(folder) / "adapter_model.safetensors")
+        for name, data in (
+            ("adapter_config.json", peft_files.peft_config(adapter, str(directory))),
+            ("adapter_model.safetensors", peft_files.encode_adapter(adapter)),
+        ):
+            (Path(folder) / name).write_bytes(data)
         with warnings.catch_warnings():
             # PEFT warns of an adapter on a tied head: it trains the head apart from the embedding, as we do.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # One setting serves a GPT-2's transposed layers and its head: PEFT finds out which each is.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            warnings.filterwarnings("error", message=".*missing.*|.*unexpected.*")
             model = PeftModel.from_pretrained(base, folder, is_trainable=True)
     return Oracle(model=model.double())
+
+
+def _plain(directory: Path):
+    # Transformers' faster experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def _target_logprobs(model, sample: Sample) -> Tensor:

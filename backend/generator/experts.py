@@ -1,0 +1,50 @@
+"""A mixture of experts at inference: each token through its experts, under its own snapshot's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from backend.generator.linear import linear
+from backend.generator.lora import Routes
+from backend.trainer.experts import Dispatch, dispatch
+
+
+class RoutedExperts(nn.Module):
+    """What `backend.trainer.experts` computes, with the adapters that the routes name."""
+
+    def __init__(self, experts: nn.Module, path: str, routes: Routes) -> None:
+        super().__init__()
+        # In a dictionary of its own, as the weights of RoutedLinear are.
+        self._shared = {name: getattr(experts, name) for name in ("gate_up_proj", "down_proj")}
+        self._apply_gate = experts._apply_gate
+        self._path = path
+        self._routes = routes
+
+    def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        sent = dispatch(experts_TK, len(self._shared["down_proj"]))
+        gate_up = self._linear("gate_up_proj", sent.gather(hidden_TH), sent)
+        down = self._linear("down_proj", self._apply_gate(gate_up), sent)
+        return sent.combine(down, weights_TK)
+
+    def _linear(self, name: str, x_SI: Tensor, sent: Dispatch) -> Tensor:
+        weight_EOI = self._shared[name]
+        y_SO = torch.cat(
+            [linear(x_SI[lo:hi], weight_EOI[expert], None) for expert, lo, hi in sent.ranges()]
+        )
+        for span in self._routes.spans:
+            pair = span.weights.pairs.get(f"{self._path}.{name}")
+            if pair is not None:
+                a_t, b_t = pair
+                for expert, lo, hi in sent.ranges_of(span.start, span.stop):
+                    low = x_SI[lo:hi].mm(a_t[expert])
+                    y_SO[lo:hi].addmm_(low, b_t[expert], alpha=span.weights.scale)
+        return y_SO
+
+
+def install(module: nn.Module, experts: Mapping[str, nn.Module], routes: Routes) -> None:
+    """Wraps these experts of a model, by path, in place."""
+    for path, part in experts.items():
+        module.set_submodule(path, RoutedExperts(part, path, routes))
