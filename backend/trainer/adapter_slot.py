@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from backend.trainer.base import (
     Weights,
 )
 from backend.trainer.checks import check_adapter
+from backend.trainer.dropout import Dropout, SampleRows
 from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.lora import LoraWeights, Segment
@@ -48,6 +50,8 @@ class AdapterSlot:
         self._pass_gradient = torch.zeros(self._layout.size)
         self._window_gradient = torch.zeros(self._layout.size)
         self._has_gradients = False
+        # Of the window's passes so far.
+        self._num_samples = 0
         self.by_path = self._by_path(layers)
         _draw(self.by_path, lora.seed)
 
@@ -59,20 +63,22 @@ class AdapterSlot:
     def has_gradients(self) -> bool:
         return self._has_gradients
 
-    def segment(self, start: int, stop: int) -> Segment:
-        """Those tokens of a row under this adapter."""
-        return Segment(start=start, stop=stop, weights=self.by_path, anchor=self.weights)
+    def segment(self, start: int, samples: Sequence[SampleRows], *, for_backward: bool) -> Segment:
+        """See `backend.trainer.slot.Slot.segment`."""
+        return Segment(
+            start=start,
+            stop=start + sum(sample.num_tokens for sample in samples),
+            weights=self.by_path,
+            dropout=self._dropout(samples) if for_backward and self.lora.dropout else None,
+            anchor=self.weights,
+        )
 
     def begin_pass(self) -> None:
         """What layers add from here on is this pass's gradient."""
         self._pass_gradient.zero_()
 
-    def commit_pass(self) -> None:
-        """Adds the pass's gradient to the window's.
-
-        Raises:
-            PostTrainingError: NON_FINITE_LOSS, naming the first tensor; nothing is added.
-        """
+    def commit_pass(self, num_samples: int) -> None:
+        """See `backend.trainer.slot.Slot.commit_pass`."""
         # A sum of finite numbers may overflow: only then is each looked at.
         if not math.isfinite(self._pass_gradient.sum()):
             self._require_finite()
@@ -81,14 +87,16 @@ class AdapterSlot:
         else:
             self._window_gradient.copy_(self._pass_gradient)
         self._has_gradients = True
+        self._num_samples += num_samples
 
     def clear_gradients(self) -> None:
         self._has_gradients = False
+        self._num_samples = 0
 
     def optim_step(self, params: OptimParams) -> dict[str, float]:
         """See `backend.trainer.base.Trainer.optim_step`."""
         assert self._has_gradients, "optim_step is called only with gradients"
-        self._has_gradients = False
+        self.clear_gradients()
         return self._optimizer.step(self._window_gradient, params)
 
     def copy_weights(self) -> Adapter:
@@ -107,7 +115,16 @@ class AdapterSlot:
             self._optimizer.check(optimizer)
         self._layout.fill(self.weights, adapter.tensors)
         self._optimizer.load(optimizer)
-        self._has_gradients = False
+        self.clear_gradients()
+
+    def _dropout(self, samples: Sequence[SampleRows]) -> Dropout:
+        """Numbered within the window, so that a batch draws the same whole or in halves."""
+        return Dropout(
+            seed=self.lora.seed,
+            step=self._optimizer.num_steps,
+            probability=self.lora.dropout,
+            samples=[replace(s, number=self._num_samples + s.number) for s in samples],
+        )
 
     def _by_path(self, layers: Sequence[Layer]) -> Mapping[str, LoraWeights]:
         weights = self._layout.views(self.weights.detach())

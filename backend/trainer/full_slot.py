@@ -23,6 +23,7 @@ from backend.trainer.base import (
 )
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checks import check_full_weights
+from backend.trainer.dropout import SampleRows
 from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.full_model import FullModel
 from backend.trainer.lora import Segment
@@ -58,23 +59,29 @@ class FullSlot:
     def own_model(self) -> FullSlot:
         return self
 
-    def segment(self, start: int, stop: int) -> Segment:
+    def segment(self, start: int, samples: Sequence[SampleRows], *, for_backward: bool) -> Segment:
+        stop = start + sum(sample.num_tokens for sample in samples)
         return Segment(start=start, stop=stop, weights={})
 
     def forward(
-        self, row: PackedRow, segments: Sequence[Segment], *, for_backward: bool = False
+        self,
+        row: PackedRow,
+        segments: Sequence[Segment],
+        *,
+        for_backward: bool = False,
+        recompute: bool = False,
     ) -> Forward:
         """See `backend.trainer.slot.RowModel`."""
         if for_backward and self._pass_gradient is None:
             self._pass_gradient = self._new_gradient()
             self._model.accumulate_into(self._pass_gradient)
-        return self._model.forward(row, segments, for_backward=for_backward)
+        return self._model.forward(row, segments, for_backward=for_backward, recompute=recompute)
 
     def begin_pass(self) -> None:
         """A pass without backward needs no buffer, so none is made before one asks."""
         self._pass_gradient = None
 
-    def commit_pass(self) -> None:
+    def commit_pass(self, num_samples: int) -> None:
         """See `backend.trainer.slot.Slot.commit_pass`."""
         gradient = self._pass_gradient
         assert gradient is not None, "a pass has samples"

@@ -1,6 +1,7 @@
-"""How the samples of a pass are laid out for the model: one after the other in one row, without padding.
+"""How the samples of passes are laid out for the model: one after the other in one row, without padding.
 
-Samples of equal length lie side by side, so that attention can compute them as one batch.
+Samples of one pass lie side by side, and among them those of equal length, so that attention can compute them as one
+batch.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 # Tokens that a micro-batch holds unless one sample alone has more. Activations take memory in proportion (1.8 MB a
 # token for a model of 135 M parameters); on a CPU the time per token is flat from about 500 on.
@@ -27,35 +29,36 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What goes through the model at once.
+class Part:
+    """Samples of one pass, in the order in which they are packed. Both numbers are indices: of the pass, of samples."""
 
-    samples: indices into the pass's samples, in the order in which they are packed.
-    runs: the same sequences, those of equal length together.
-    """
-
+    work: int
     samples: tuple[int, ...]
-    runs: tuple[Run, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(run.num_tokens for run in self.runs)
 
 
-def plan(lengths: Sequence[int], token_budget: int) -> list[MicroBatch]:
-    """Every sample once, longest first, in micro-batches of at most `token_budget` tokens or a single sample.
+# What goes through the model at once: of each pass that has a share in it, one part.
+MicroBatch = tuple[Part, ...]
 
-    Samples of equal length keep their order.
+
+def plan(lengths: Sequence[Sequence[int]], token_budget: int) -> list[MicroBatch]:
+    """Every sample of every pass once, in micro-batches of at most `token_budget` tokens or a single sample.
+
+    Pass after pass, the longest sample of each first; samples of equal length keep their order. A pass may go on in
+    the next micro-batch.
+
+    Args:
+        lengths: for each pass, how many tokens each of its samples has.
     """
-    batches: list[list[int]] = []
+    batches: list[list[tuple[int, int]]] = []
     room = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not batches or lengths[i] > room:
-            batches.append([])
-            room = token_budget
-        batches[-1].append(i)
-        room -= lengths[i]
-    return [_micro_batch(batch, lengths) for batch in batches]
+    for work, own in enumerate(lengths):
+        for i in sorted(range(len(own)), key=lambda i: -own[i]):
+            if not batches or own[i] > room:
+                batches.append([])
+                room = token_budget
+            batches[-1].append((work, i))
+            room -= own[i]
+    return [_parts(batch) for batch in batches]
 
 
 def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
@@ -63,5 +66,8 @@ def runs_of(lengths: Sequence[int]) -> tuple[Run, ...]:
     return tuple(Run(len(list(group)), length) for length, group in groupby(lengths))
 
 
-def _micro_batch(batch: list[int], lengths: Sequence[int]) -> MicroBatch:
-    return MicroBatch(samples=tuple(batch), runs=runs_of([lengths[i] for i in batch]))
+def _parts(batch: Sequence[tuple[int, int]]) -> MicroBatch:
+    return tuple(
+        Part(work=work, samples=tuple(i for _, i in group))
+        for work, group in groupby(batch, key=itemgetter(0))
+    )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from backend.trainer.base import OptimizerConfig, OptimizerState, OptimParams, Weights
+from backend.trainer.dropout import SampleRows
 from backend.trainer.lora import Segment
+from backend.trainer.memory import Cost
 
 if TYPE_CHECKING:
     from backend.trainer.packed_model import PackedRow
@@ -25,7 +27,10 @@ class RowForward(Protocol):
 
 
 class RowModel(Protocol):
-    """Computes packed rows; see `packed_model.PackedModel.forward`."""
+    """Computes packed rows; see `packed_model.PackedModel.forward`. cost: of doing so."""
+
+    @property
+    def cost(self) -> Cost: ...
 
     def forward(
         self,
@@ -48,16 +53,17 @@ class Slot(Protocol):
         """Where its rows are computed; None: on the frozen base, which its passes share with other sessions'."""
         ...
 
-    def segment(self, start: int, stop: int) -> Segment:
-        """Those tokens of a row under this session's weights."""
+    def segment(self, start: int, samples: Sequence[SampleRows], *, for_backward: bool) -> Segment:
+        """The tokens of these samples of a pass, which follow each other in a row from `start` on, under this session's
+        weights. Numbers are those within the pass."""
         ...
 
     def begin_pass(self) -> None:
         """What models add from here on is this pass's gradient."""
         ...
 
-    def commit_pass(self) -> None:
-        """Adds the pass's gradient to the window's.
+    def commit_pass(self, num_samples: int) -> None:
+        """Adds the gradient of the pass, which had that many samples, to the window's.
 
         Raises:
             PostTrainingError: NON_FINITE_LOSS, naming the first tensor; nothing is added.

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from backend.trainer.adapter_slot import AdapterSlot
 from backend.trainer.base import (
@@ -25,14 +20,11 @@ from backend.trainer.base import (
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checks import check_lora, check_optim, check_room_for_full_weights
 from backend.trainer.full_slot import FullSlot
-from backend.trainer.objective import Objective
-from backend.trainer.packed_model import PackedModel, pack
-from backend.trainer.packing import DEFAULT_TOKEN_BUDGET, plan
-from backend.trainer.slot import Slot
+from backend.trainer.packed_model import PackedModel
+from backend.trainer.packing import DEFAULT_TOKEN_BUDGET
+from backend.trainer.running_pass import RunningPass, run_together
+from backend.trainer.slot import RowModel, Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
-from together_post_training.samples import Sample
-
-Array = np.ndarray
 
 
 class TorchTrainer:
@@ -67,20 +59,19 @@ class TorchTrainer:
         del self._slots[session]
 
     def run(self, work: Pass) -> PassResult:
-        slot = self._slot(work.session)
-        objective = Objective(work)
-        logprobs: dict[int, Array] = {}
-        slot.begin_pass()
-        for batch in plan([sample.num_tokens for sample in work.samples], self._token_budget):
-            computed = self._run_batch(batch.samples, work, slot, objective)
-            logprobs.update(zip(batch.samples, computed, strict=True))
-        metrics = objective.metrics()
-        if work.backward:
-            slot.commit_pass()
-        return PassResult(logprobs=[logprobs[i] for i in range(len(work.samples))], metrics=metrics)
+        (outcome,) = self.run_batch([work])
+        if isinstance(outcome, PostTrainingError):
+            raise outcome
+        return outcome
 
     def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
-        return [self._attempt(work) for work in works]
+        sessions = [work.session for work in works]
+        assert len(set(sessions)) == len(sessions), "passes of one session run one after the other"
+        outcomes: dict[str, PassResult | PostTrainingError] = {}
+        for model, sharing in self._by_model(works):
+            outcomes |= self._run_on(model, sharing)
+        unknown = {name: _unknown(name) for name in sessions if name not in self._slots}
+        return [(outcomes | unknown)[name] for name in sessions]
 
     def has_gradients(self, session: str) -> bool:
         return self._slot(session).has_gradients
@@ -102,9 +93,34 @@ class TorchTrainer:
     def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
         self._slot(session).load(weights, optimizer)
 
-    def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
+    def _by_model(self, works: Sequence[Pass]) -> list[tuple[RowModel, list[Pass]]]:
+        """Those of known sessions, by what computes them: adapters share the base, full weights share nothing."""
+        groups: dict[int, tuple[RowModel, list[Pass]]] = {}
+        for work in works:
+            if work.session in self._slots:
+                model = self._slots[work.session].own_model or self._packed
+                groups.setdefault(id(model), (model, []))[1].append(work)
+        return list(groups.values())
+
+    def _run_on(
+        self, model: RowModel, works: Sequence[Pass]
+    ) -> dict[str, PassResult | PostTrainingError]:
+        started = {work.session: self._start(work) for work in works}
+        running = [p for p in started.values() if isinstance(p, RunningPass)]
         try:
-            return self.run(work)
+            run_together(model, running, self._token_budget)
+        except PostTrainingError as error:
+            # Not of one pass's own making, like too little memory: alone each needs less.
+            if len(works) == 1:
+                return {works[0].session: error}
+            return {w.session: self._run_on(model, [w])[w.session] for w in works}
+        return {
+            name: p.finish() if isinstance(p, RunningPass) else p for name, p in started.items()
+        }
+
+    def _start(self, work: Pass) -> RunningPass | PostTrainingError:
+        try:
+            return RunningPass(work, self._slots[work.session])
         except PostTrainingError as error:
             return error
 
@@ -119,38 +135,9 @@ class TorchTrainer:
     def _slot(self, session: str) -> Slot:
         slot = self._slots.get(session)
         if slot is None:
-            raise fail(Reason.SESSION_NOT_FOUND, f"Unknown session {session!r}.", session=session)
+            raise _unknown(session)
         return slot
 
-    def _run_batch(
-        self, chosen: Sequence[int], work: Pass, slot: Slot, objective: Objective
-    ) -> list[Array]:
-        """The logprobs of these samples, as float32 of their targets' shapes."""
-        samples = [work.samples[i] for i in chosen]
-        row = pack(samples)
-        segment = slot.segment(0, row.input_ids.shape[1])
-        model = slot.own_model or self._packed
-        forward = model.forward(row, [segment], for_backward=work.backward)
-        if work.backward and objective.is_linear:
-            derivative = objective.linear_derivative(chosen)
-            logprobs = _split(forward.score_and_backward(_join(derivative)), samples)
-            objective.evaluate(chosen, logprobs)
-            return logprobs
-        logprobs = _split(forward.logprobs(), samples)
-        derivative = objective.evaluate(chosen, logprobs)
-        if work.backward:
-            forward.backward(_join(derivative))
-        return logprobs
 
-
-def _join(arrays: Sequence[Array]) -> Tensor:
-    """float32, all values one after the other."""
-    return torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays]).astype(np.float32))
-
-
-def _split(flat: Tensor, samples: Sequence[Sample]) -> list[Array]:
-    """What belongs to each sample, of its targets' shape."""
-    shapes = [sample.inputs["target_tokens"].shape for sample in samples]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    parts = np.split(flat.numpy(), ends[:-1])
-    return [part.reshape(shape).copy() for part, shape in zip(parts, shapes, strict=True)]
+def _unknown(session: str) -> PostTrainingError:
+    return fail(Reason.SESSION_NOT_FOUND, f"Unknown session {session!r}.", session=session)

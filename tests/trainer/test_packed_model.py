@@ -34,7 +34,7 @@ def slots_of(model: PackedModel) -> list[AdapterSlot]:
 
 
 def gradient_of(slot: AdapterSlot) -> np.ndarray:
-    slot.commit_pass()
+    slot.commit_pass(1)
     slot.optim_step(SHOW_GRADIENT)
     return np.concatenate([t.ravel() for t in slot.optimizer_state().moments["exp_avg"].values()])
 
