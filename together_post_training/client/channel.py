@@ -195,6 +195,8 @@ class Connection:
         if outage.elapsed_s() + delay_s <= self.policy.outage_timeout_s:
             if failure.is_connection:
                 self._tell_of_outage(self.address, failure, outage, self.policy.outage_timeout_s)
+            else:
+                outage.tell_of_refusal(failure)
             await asyncio.sleep(delay_s)
         elif failure.is_connection:
             raise ConnectionLostError(
@@ -234,6 +236,7 @@ class Outage:
         self._policy = policy
         self._start_s = time.monotonic()
         self._attempt = 0
+        self._told_of_refusal = False
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start_s
@@ -242,6 +245,14 @@ class Outage:
         delay_s = self._policy.delay_s(self._attempt, self._random.random(), told_s=failure.told_s)
         self._attempt += 1
         return delay_s
+
+    def tell_of_refusal(self, failure: Failure) -> None:
+        """Once, of a server that answers, but has no room for the call yet."""
+        if self._told_of_refusal or self.elapsed_s() < _SILENCE_S:
+            return
+        self._told_of_refusal = True
+        limit_s = self._policy.outage_timeout_s
+        logger.warning("%s Trying again for up to %g s.", failure.error.message, limit_s)
 
 
 def open_channel(address: Address) -> grpc.aio.Channel:
