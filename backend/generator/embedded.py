@@ -7,6 +7,7 @@ import asyncio
 from backend.generator.base import SampleCall, SampleResult
 from backend.generator.batch import Batch
 from backend.generator.engine import Engine
+from backend.generator.full_snapshots import FullSnapshots
 from backend.generator.kv_cache import KVCache, bytes_per_token, capacity_for
 from backend.generator.lora import SnapshotWeights, snapshot_weights
 from backend.generator.model_runner import ModelRunner
@@ -14,7 +15,7 @@ from backend.generator.self_check import check_equals_transformers
 from backend.generator.sequences import Job
 from backend.generator.stepper import Stepper
 from backend.generator.text import load_decoder
-from backend.trainer.base import Adapter, ModelInfo, Weights
+from backend.trainer.base import FullWeights, ModelInfo, Weights
 from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import check_tokens
@@ -29,7 +30,8 @@ class EmbeddedGenerator:
     Args:
         base: shared with the trainer; nothing is copied.
         max_running: samples that run at once; more wait their turn.
-        cache_bytes: memory for keys and values; at least a window's.
+        cache_bytes: memory for keys and values; at least a window's. Each snapshot of full weights that is sampled from
+            has as much for itself.
         max_prefill_tokens: tokens of prompts read in one step: more are faster to read, and let those that run
             wait longer.
 
@@ -53,39 +55,64 @@ class EmbeddedGenerator:
         self._decode = load_decoder(base.tokenizer_dir)
         self._snapshots: dict[str, SnapshotWeights] = {}
         self._is_closed = False
-        cache = KVCache(_cache_tokens(base, cache_bytes))
-        self._engine = Engine(
-            Stepper(runner, base.info.limits.vocab_size),
-            Batch(cache, max_running=max_running, max_prefill_tokens=max_prefill_tokens),
-        )
+        num_tokens = _cache_tokens(base, cache_bytes)
+
+        def start(runner: ModelRunner) -> Engine:
+            return Engine(
+                Stepper(runner, base.info.limits.vocab_size),
+                Batch(
+                    KVCache(num_tokens),
+                    max_running=max_running,
+                    max_prefill_tokens=max_prefill_tokens,
+                ),
+            )
+
+        self._engine = start(runner)
+        self._full = FullSnapshots(base, lambda model: start(ModelRunner(model)))
 
     @property
     def model(self) -> ModelInfo:
         return self._model
 
     def add_snapshot(self, snapshot: str, weights: Weights) -> None:
-        adapter = _adapter(weights)
-        assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
-        self._snapshots[snapshot] = snapshot_weights(adapter, self._adapted(adapter.lora))
+        is_known = snapshot in self._snapshots or snapshot in self._full
+        assert not is_known, f"snapshot {snapshot!r} exists: a name is used once"
+        if isinstance(weights, FullWeights):
+            self._full.add(snapshot, weights)
+            return
+        self._snapshots[snapshot] = snapshot_weights(weights, self._adapted(weights.lora))
 
     def drop_snapshot(self, snapshot: str) -> None:
+        if snapshot in self._full:
+            self._full.drop(snapshot)
+            return
         self._weights(snapshot)
         del self._snapshots[snapshot]
 
     async def sample(self, call: SampleCall) -> SampleResult:
         if self._is_closed:
             raise fail(Reason.UNAVAILABLE, "The generator was closed.")
+        if call.snapshot is not None and call.snapshot in self._full:
+            self._check(call)
+            async with self._full.engine(call.snapshot) as engine:
+                return await self._run(engine, call, None)
         weights = self._weights(call.snapshot)
         self._check(call)
-        job = Job(call, weights, self._decode)
-        self._engine.submit(job)
-        return await asyncio.wrap_future(job.future)
+        return await self._run(self._engine, call, weights)
 
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             await asyncio.to_thread(self._engine.close)
+            await asyncio.to_thread(self._full.close)
             self._snapshots.clear()
+
+    async def _run(
+        self, engine: Engine, call: SampleCall, weights: SnapshotWeights | None
+    ) -> SampleResult:
+        job = Job(call, weights, self._decode)
+        engine.submit(job)
+        return await asyncio.wrap_future(job.future)
 
     def _weights(self, snapshot: str | None) -> SnapshotWeights | None:
         if snapshot is None:
@@ -121,9 +148,3 @@ def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
             f"give at least {window * per_token}, for one window"
         )
     return cache_bytes // per_token
-
-
-def _adapter(weights: Weights) -> Adapter:
-    if not isinstance(weights, Adapter):
-        raise fail(Reason.UNIMPLEMENTED, "Full weights cannot be sampled yet.")
-    return weights
