@@ -17,7 +17,9 @@ What differs from Tinker's own SDK:
 - Nothing is deprecated: no FutureWarning for the older spellings. No telemetry.
 - Ignored with a warning: retry_config, weights_access_token, project_id, unknown arguments of ServiceClient.
 - What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
-- Refused by name: optimisers other than AdamW, kind="inflight", target_prompt_logprobs, prompt_alt_tokens_k,
+- Dimuon's formula is not public: it is Muon here, and its first step says so. Muon itself is there too
+  (`tinker_compat.optimizers`).
+- Refused by name: kind="inflight", target_prompt_logprobs, prompt_alt_tokens_k,
   RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
 
 `tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.

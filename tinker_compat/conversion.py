@@ -17,7 +17,7 @@ from tinker import types
 from tinker_compat.errors import to_tinker
 from together_post_training import tensors
 from together_post_training.errors import Reason, fail
-from together_post_training.v1 import data_pb2, trainer_pb2
+from together_post_training.v1 import data_pb2
 
 _DTYPES = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 _DTYPE_NAMES: dict[str, types.TensorDtype] = {"f": "float32", "i": "int64"}
@@ -32,7 +32,6 @@ _ACCEPTED = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_STRING: "a string",
 }
-_ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
 def set_fields(message: Message, **fields: Any) -> None:
@@ -199,28 +198,6 @@ def loss_config(
                 f"loss_fn_config[{name!r}] is {value!r}: names are strings, values numbers or strings."
             ) from None
     return message
-
-
-def adam_params(optim_params: Any) -> trainer_pb2.AdamParams:
-    """AdamParams, or a dict of its fields; every value is sent, zeros too.
-
-    Raises:
-        TypeError: for anything else.
-        ValidationError: for a dict with other fields.
-        BadRequestError: for the parameters of another optimiser.
-    """
-    if isinstance(optim_params, Mapping):
-        optim_params = types.AdamParams(**optim_params)
-    if not isinstance(optim_params, types.AdamParams):
-        if type(optim_params).__name__ == "DimuonParams":
-            raise to_tinker(
-                fail(
-                    Reason.UNIMPLEMENTED,
-                    "DimuonParams: sessions train with AdamW; pass AdamParams.",
-                )
-            )
-        raise TypeError("Expected AdamParams or OptimParamsBase")
-    return trainer_pb2.AdamParams(**{f: getattr(optim_params, f) for f in _ADAM_FIELDS})
 
 
 def _values(tensor: types.TensorData) -> np.ndarray:

@@ -15,6 +15,7 @@ from tinker_compat.conversion import check_metadata, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
+from tinker_compat.optimizers import from_config, to_config
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
@@ -128,14 +129,17 @@ class ServiceClient:
     ) -> BackcompatTrainingClientFuture:
         """A new adapter on a base model.
 
+        Args:
+            optimizer: AdamOptimizerConfig() or DimuonOptimizerConfig(); default AdamW. See `tinker_compat.optimizers`
+                for Muon.
+
         Raises:
             AssertionError: when nothing is to be trained.
         """
         assert any([train_mlp, train_attn, train_unembed]), (
             "At least one of train_mlp, train_attn, or train_unembed must be True"
         )
-        _check_optimizer(optimizer)
-        request = sessions_pb2.CreateSessionRequest()
+        request = sessions_pb2.CreateSessionRequest(optimizer=to_config(optimizer))
         set_fields(request, base_model=base_model)
         set_fields(
             request.lora,
@@ -170,6 +174,30 @@ class ServiceClient:
             optimizer,
         )
 
+    def create_full_training_client(
+        self,
+        base_model: str,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> BackcompatTrainingClientFuture:
+        """A client that trains every parameter of a copy of the base model. Tinker has no such method.
+
+        One runs on a model at a time: a second waits for the first to end, and raises RateLimitError, naming it, after
+        five minutes.
+        """
+        request = sessions_pb2.CreateSessionRequest(optimizer=to_config(optimizer))
+        set_fields(request, base_model=base_model)
+        request.full_weights.SetInParent()
+        return self._create_training_client(request, user_metadata)
+
+    async def create_full_training_client_async(
+        self,
+        base_model: str,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClient:
+        return await self.create_full_training_client(base_model, user_metadata, optimizer)
+
     def create_training_client_from_state(
         self,
         path: str,
@@ -179,8 +207,8 @@ class ServiceClient:
         optimizer: Any = None,
     ) -> BackcompatTrainingClientFuture:
         """A new run from a checkpoint's weights and LoRA configuration, with a fresh optimiser."""
-        _check_optimizer(optimizer)
-        return self._resume(path, base_model, user_metadata, weights_access_token, False)
+        request = sessions_pb2.CreateSessionRequest(optimizer=to_config(optimizer))
+        return self._resume(request, path, base_model, user_metadata, weights_access_token)
 
     async def create_training_client_from_state_async(
         self,
@@ -202,7 +230,8 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> BackcompatTrainingClientFuture:
         """A new run that goes on exactly where the checkpoint was saved."""
-        return self._resume(path, base_model, user_metadata, weights_access_token, True)
+        request = sessions_pb2.CreateSessionRequest(load_optimizer=True)
+        return self._resume(request, path, base_model, user_metadata, weights_access_token)
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -272,18 +301,17 @@ class ServiceClient:
 
     def _resume(
         self,
+        request: sessions_pb2.CreateSessionRequest,
         path: str,
         base_model: str | dict[str, str] | None,
         user_metadata: dict[str, str] | None,
         weights_access_token: str | None,
-        load_optimizer: bool,
     ) -> BackcompatTrainingClientFuture:
         if isinstance(base_model, Mapping):
             # The second place was user_metadata's once.
             base_model, user_metadata = None, dict(base_model)
         check_access_token(weights_access_token)
-        request = sessions_pb2.CreateSessionRequest()
-        set_fields(request, resume_from=path, load_optimizer=load_optimizer, base_model=base_model)
+        set_fields(request, resume_from=path, base_model=base_model)
         return self._create_training_client(request, user_metadata)
 
     def _create_training_client(
@@ -310,6 +338,9 @@ async def _info(connection: Connection, session: sessions_pb2.Session) -> types.
     models = await connection.call("catalog.ListModels", catalog_pb2.ListModelsRequest())
     names = {model.name: model for model in models.models}
     model = names.get(session.base_model)
+    # Older GetInfoResponses know nothing of optimisers.
+    known = "optimizer_config" in types.GetInfoResponse.model_fields
+    optimizer = {"optimizer_config": from_config(session.optimizer)} if known else {}
     return types.GetInfoResponse(
         type="get_info",
         model_data=types.ModelData(
@@ -318,9 +349,10 @@ async def _info(connection: Connection, session: sessions_pb2.Session) -> types.
             tokenizer_id=session.base_model,
         ),
         model_id=session.id,
-        is_lora=True,
-        lora_rank=session.lora.rank,
+        is_lora=session.HasField("lora"),
+        lora_rank=session.lora.rank if session.HasField("lora") else None,
         model_name=session.base_model,
+        **optimizer,
     )
 
 
@@ -339,13 +371,6 @@ async def _capabilities(connection: Connection) -> types.GetServerCapabilitiesRe
         for model in reply.models
     ]
     return types.GetServerCapabilitiesResponse(supported_models=models)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if optimizer is not None and type(optimizer).__name__ != "AdamOptimizerConfig":
-        refuse(
-            f"optimizer={type(optimizer).__name__}: sessions train with AdamW; pass AdamOptimizerConfig() or nothing."
-        )
 
 
 def _warn_of_ignored(project_id: str | None, kwargs: Mapping[str, Any]) -> None:

@@ -11,10 +11,10 @@ from tinker import types
 
 from tinker_compat import custom_loss, passes
 from tinker_compat.client_future import ClientFuture
-from tinker_compat.conversion import adam_params as to_adam
 from tinker_compat.conversion import check_metadata, loss_config, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
+from tinker_compat.optimizers import to_optim_step
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
@@ -119,24 +119,24 @@ class TrainingClient:
 
     def optim_step(
         self,
-        optim_params: types.AdamParams | dict[str, float] | None = None,
+        optim_params: Any = None,
         *,
         adam_params: types.AdamParams | dict[str, float] | None = None,
     ) -> OperationFuture[types.OptimStepResponse]:
-        """One AdamW step from the gradient since the last one.
+        """One step of the session's optimiser from the gradient since the last one.
 
         Raises:
-            TypeError: for parameters that are neither AdamParams nor a dict of their fields.
+            TypeError: for parameters that are neither an optimiser's nor a dict of AdamParams' fields.
             ValueError: for both arguments at once.
         """
         if optim_params is not None and adam_params is not None:
             raise ValueError("Specify optim_params or legacy adam_params, not both")
-        params = to_adam(adam_params if optim_params is None else optim_params)
-        return self._core.submit([trainer_pb2.OptimStepRequest(adam=params)], _optim_step_response)
+        request = to_optim_step(adam_params if optim_params is None else optim_params)
+        return self._core.submit([request], _optim_step_response)
 
     async def optim_step_async(
         self,
-        optim_params: types.AdamParams | dict[str, float] | None = None,
+        optim_params: Any = None,
         *,
         adam_params: types.AdamParams | dict[str, float] | None = None,
     ) -> OperationFuture[types.OptimStepResponse]:

@@ -25,7 +25,8 @@ import tinker
 
 import tinker_compat
 from backend.services import wire
-from tinker_compat.conversion import adam_params, fill_model_input
+from tinker_compat.conversion import fill_model_input
+from tinker_compat.optimizers import to_optim_step
 from tinker_compat.sample_conversion import sample_request
 from together_post_training import losses
 from together_post_training.errors import PostTrainingError
@@ -224,12 +225,11 @@ def field_rows() -> Iterator[Row]:
         given = tinker.SamplingParams(**{name: fields[name]})
         before, after = (sample_request(prompt, 1, p) for p in (tinker.SamplingParams(), given))
         yield Row(f"SamplingParams.{name}", _compare(before, after))
-    for name in tinker.AdamParams.model_fields:
-        given = tinker.AdamParams(**{name: 0.25})
-        yield Row(
-            f"AdamParams.{name}", _compare(adam_params(tinker.AdamParams()), adam_params(given))
-        )
-    yield Row("DimuonParams", observe(lambda: adam_params(tinker.DimuonParams(learning_rate=0.1))))
+    for params in (tinker.AdamParams(), tinker.DimuonParams(learning_rate=0.1)):
+        for name in (n for n in type(params).model_fields if n != "type"):
+            given = params.model_copy(update={name: 0.25})
+            before, after = to_optim_step(params), to_optim_step(given)
+            yield Row(f"{type(params).__name__}.{name}", _compare(before, after))
     chunks = (
         tinker.EncodedTextChunk(tokens=[1]),
         tinker.types.ImageChunk(data=b"x", format="png"),

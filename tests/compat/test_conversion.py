@@ -174,21 +174,6 @@ def test_a_chunk_that_has_no_form_on_the_wire_is_refused_with_what_has():
         )
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"learning_rate": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0},
-        {"learning_rate": 3e-5, "weight_decay": 0.1, "grad_clip_norm": 1.0},
-    ],
-)
-def test_adam_parameters_are_all_sent_zeros_too(params):
-    given_params = types.AdamParams(**params)
-    for form in (given_params, params):
-        message = conversion.adam_params(form)
-        assert {f.name: v for f, v in message.ListFields()} == given_params.model_dump()
-
-
 def test_loss_parameters_are_numbers_or_words_under_names():
     message = conversion.loss_config("ppo", {"clip_low_threshold": 0, "clip_high_threshold": 1.5})
     assert dict(message.params) == {"clip_low_threshold": 0.0, "clip_high_threshold": 1.5}

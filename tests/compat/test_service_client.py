@@ -101,18 +101,6 @@ def test_capabilities_show_no_length_where_the_server_knows_none(fake):
     assert lengths == [("fake", 64), ("unloaded", None)]
 
 
-def test_optimizers_other_than_adam_are_refused_by_name(service):
-    class DimuonOptimizerConfig:
-        pass
-
-    class AdamOptimizerConfig:
-        pass
-
-    with pytest.raises(tinker.BadRequestError, match=r"DimuonOptimizerConfig.*AdamW"):
-        service.create_lora_training_client(MODEL, optimizer=DimuonOptimizerConfig())
-    assert service.create_lora_training_client(MODEL, optimizer=AdamOptimizerConfig()).result()
-
-
 def test_access_tokens_are_ignored_with_a_warning(client):
     path = client.save_state("a").result().path
     with pytest.warns(UserWarning, match="weights_access_token is ignored"):
