@@ -1,4 +1,4 @@
-"""The model that the benchmarks run on: Qwen3's shape, hidden 256, 8 layers, vocabulary 16k, random weights."""
+"""The model that the benchmarks run on: Qwen3's shape, hidden 256, 8 layers, random weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 VOCAB_SIZE = 16_384
 
 
-def save(directory: Path) -> Path:
-    """Writes it as a Hugging Face directory (float32, about 60 MB) and returns the directory."""
+def save(directory: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Writes it as a Hugging Face directory (float32, 60 MB with the usual vocabulary) and returns the directory."""
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=8,

@@ -8,14 +8,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 READY_TIMEOUT_S = 120.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """ready_s: from the start of the process until every model is loaded and the server answers."""
+
+    address: str
+    ready_s: float
+    pid: int
+
+
 @contextmanager
-def serve(*models: str, store: Path) -> Iterator[tuple[str, float]]:
-    """(address, seconds from the start of the process until every model is loaded and the server answers)."""
+def serve(*models: str, store: Path) -> Iterator[Served]:
     ready, written = os.pipe()
     command = [sys.executable, "-m", "backend", "serve", "--port", "0", "--store", str(store)]
     command += ["--ready-fd", str(written), "--log-level", "warning"]
@@ -30,7 +39,8 @@ def serve(*models: str, store: Path) -> Iterator[tuple[str, float]]:
             address = pipe.readline().strip()
         if not address:
             raise RuntimeError(f"the server ended with status {process.wait()} before it was ready")
-        yield address, time.perf_counter() - start
+        ready_s = time.perf_counter() - start
+        yield Served(address=address, ready_s=ready_s, pid=process.pid)
     finally:
         process.terminate()
         process.wait(timeout=READY_TIMEOUT_S)

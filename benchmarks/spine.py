@@ -32,12 +32,10 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         directory = model.save(Path(scratch) / "model")
-        with serve(f"bench={directory}", "builtin:bigram16", store=Path(scratch) / "store") as (
-            address,
-            ready_s,
-        ):
-            service = tinker.ServiceClient(base_url=address)
-            rows.append(_at_most("server ready, cold", "s", ready_s, 15))
+        store = Path(scratch) / "store"
+        with serve(f"bench={directory}", "builtin:bigram16", store=store) as served:
+            service = tinker.ServiceClient(base_url=served.address)
+            rows.append(_at_most("server ready, cold", "s", served.ready_s, 15))
             for part in (training, sampling, publishing, latency, transfer):
                 if args.only in part.__name__:
                     print(f"{part.__name__} ...", flush=True)

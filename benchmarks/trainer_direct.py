@@ -22,18 +22,20 @@ _IGNORED = -100
 
 
 class DirectTrainer:
-    """One LoRA adapter on every linear layer and the output head."""
+    """LoRA adapters on every linear layer and the output head, trained one after the other with PEFT's set_adapter."""
 
-    def __init__(self, directory: Path, *, rank: int, alpha: int = 32) -> None:
+    def __init__(
+        self, directory: Path, *, rank: int, alpha: int = 32, num_adapters: int = 1
+    ) -> None:
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         config = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=_TARGETS, task_type="CAUSAL_LM"
         )
+        self._adapters = ["default", *(f"adapter{i}" for i in range(1, num_adapters))]
         self._model = get_peft_model(base, config).train()
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            trained, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, fused=True
-        )
+        for name in self._adapters[1:]:
+            self._model.add_adapter(name, config)
+        self._optimizers = [self._optimizer(name) for name in self._adapters]
 
     def padded_step(self, sequences: Sequences) -> Callable[[], None]:
         """forward_backward and optim_step on one batch, padded to its longest sequence."""
@@ -46,17 +48,31 @@ class DirectTrainer:
         return self._step([_pad(ordered[start : start + micro_batch]) for start in starts])
 
     def _step(self, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Of every adapter."""
+
         def step() -> None:
-            for input_ids, targets in batches:
-                logits = self._model(input_ids=input_ids, use_cache=False).logits
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
-                )
-                loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            for name, optimizer in zip(self._adapters, self._optimizers, strict=True):
+                if len(self._adapters) > 1:
+                    self._model.set_adapter(name)
+                for input_ids, targets in batches:
+                    self._backward(input_ids, targets)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
 
         return step
+
+    def _backward(self, input_ids: Tensor, targets: Tensor) -> None:
+        logits = self._model(input_ids=input_ids, use_cache=False).logits
+        F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+        ).backward()
+
+    def _optimizer(self, adapter: str) -> torch.optim.AdamW:
+        self._model.set_adapter(adapter)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(
+            trained, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, fused=True
+        )
 
 
 def _pad(sequences: Sequences) -> tuple[Tensor, Tensor]:
