@@ -27,6 +27,7 @@ from backend.trainer.dropout import SampleRows
 from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.full_model import FullModel
 from backend.trainer.lora import Segment
+from backend.trainer.memory import Cost
 from backend.trainer.model_layout import ModelLayout
 from backend.trainer.packed_model import Forward, PackedRow
 from together_post_training.errors import Reason, fail
@@ -58,6 +59,10 @@ class FullSlot:
     @property
     def own_model(self) -> FullSlot:
         return self
+
+    @property
+    def cost(self) -> Cost:
+        return self._model.cost
 
     def segment(self, start: int, samples: Sequence[SampleRows], *, for_backward: bool) -> Segment:
         stop = start + sum(sample.num_tokens for sample in samples)
