@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ class RoutedExperts(nn.Module):
     def __init__(self, experts: nn.Module, path: str, routes: Routes) -> None:
         super().__init__()
         # In a dictionary of its own, as the weights of RoutedLinear are.
-        self._shared = {name: getattr(experts, name) for name in ("gate_up_proj", "down_proj")}
-        self._apply_gate = experts._apply_gate
+        self._shared = {name: experts.get_parameter(name) for name in ("gate_up_proj", "down_proj")}
+        self._apply_gate = cast(Callable[[Tensor], Tensor], experts._apply_gate)
         self._path = path
         self._routes = routes
 

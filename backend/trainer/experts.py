@@ -9,15 +9,16 @@ gate and up are one matrix (2I, H) of each expert, down another; each takes an a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from backend.trainer.lora import LoraWeights, Routing
+from backend.trainer.lora import AdaptedRows, Adapters, LoraWeights, Routing, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,23 +76,14 @@ def dispatch(experts_TK: Tensor, num_experts: int) -> Dispatch:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The rows start..stop go through one expert's part of one adapter."""
-
-    start: int
-    stop: int
-    lora: LoraWeights
-
-
 class LoraExperts(nn.Module):
     """Frozen experts, shared, under whatever adapters the routing names."""
 
     def __init__(self, experts: nn.Module, path: str, routing: Routing) -> None:
         super().__init__()
-        self.gate_up_proj: Tensor = experts.gate_up_proj
-        self.down_proj: Tensor = experts.down_proj
-        self._apply_gate = experts._apply_gate
+        self.gate_up_proj = experts.get_parameter("gate_up_proj")
+        self.down_proj = experts.get_parameter("down_proj")
+        self._apply_gate = cast(Callable[[Tensor], Tensor], experts._apply_gate)
         self._path = path
         self._routing = routing
 
@@ -102,44 +94,52 @@ class LoraExperts(nn.Module):
         return sent.combine(down, weights_TK)
 
     def _linear(self, name: str, x_SI: Tensor, sent: Dispatch) -> Tensor:
-        path = f"{self._path}.{name}"
-        here = [s for s in self._routing.segments if path in s.weights]
         weight = getattr(self, name)
-        pieces = [
-            _Piece(start, stop, _of_expert(s.weights[path], expert, len(weight)))
-            for s in here
-            for expert, start, stop in sent.ranges_of(s.start, s.stop)
-        ]
-        return _Grouped.apply(x_SI, weight, sent.ranges(), pieces, *(s.anchor for s in here))
+        adapters = _adapters(f"{self._path}.{name}", self._routing.segments, sent)
+        anchors = (piece.anchor for piece in adapters.pieces)
+        return _Grouped.apply(x_SI, weight, sent.ranges(), adapters, *anchors)
 
 
 class _Grouped(torch.autograd.Function):
-    """As `lora._Lora`, for rows of which each range has a weight of its own."""
+    """As one node of `lora`, for rows of which each range (expert, start, stop) has a weight of its own."""
 
     @staticmethod
-    def forward(ctx, x_SI, weight_EOI, ranges, pieces, *anchors):
+    def forward(ctx, x_SI, weight_EOI, ranges, adapters, *anchors):
         y_SO = x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
         for expert, start, stop in ranges:
             torch.mm(x_SI[start:stop], weight_EOI[expert].T, out=y_SO[start:stop])
-        downs = [p.lora.add_to(y_SO[p.start : p.stop], x_SI[p.start : p.stop]) for p in pieces]
+        downs = adapters.add_to(y_SO, x_SI)
         ctx.save_for_backward(x_SI, weight_EOI, *downs)
-        ctx.ranges, ctx.pieces, ctx.num_anchors = ranges, pieces, len(anchors)
+        ctx.ranges, ctx.adapters = ranges, adapters
         return y_SO
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SO):
         x_SI, weight_EOI, *downs = ctx.saved_tensors
-        grad_SO = grad_SO.contiguous()
         grad_SI = torch.empty_like(x_SI) if ctx.needs_input_grad[0] else None
         if grad_SI is not None:
             for expert, start, stop in ctx.ranges:
                 torch.mm(grad_SO[start:stop], weight_EOI[expert], out=grad_SI[start:stop])
-        for piece, down_SR in zip(ctx.pieces, downs, strict=True):
-            rows = slice(piece.start, piece.stop)
-            into = None if grad_SI is None else grad_SI[rows]
-            piece.lora.add_gradients(grad_SO[rows], x_SI[rows], down_SR, into)
-        return grad_SI, None, None, None, *(None for _ in range(ctx.num_anchors))
+        ctx.adapters.add_gradients(grad_SO, x_SI, downs, grad_SI)
+        return grad_SI, None, None, None, *(None for _ in ctx.adapters.pieces)
+
+
+def _adapters(path: str, segments: Sequence[Segment], sent: Dispatch) -> Adapters:
+    """Each segment's adapters of each of its experts. They have no dropout; see `targets.select`."""
+    return Adapters(
+        tuple(
+            AdaptedRows(
+                start=start,
+                stop=stop,
+                weights=_of_expert(segment.weights[path], expert, len(sent.bounds) - 1),
+                anchor=segment.anchor,
+            )
+            for segment in segments
+            if path in segment.weights
+            for expert, start, stop in sent.ranges_of(segment.start, segment.stop)
+        )
+    )
 
 
 def _of_expert(lora: LoraWeights, expert: int, num_experts: int) -> LoraWeights:
