@@ -50,9 +50,7 @@ _EXPERTS = Family(
 
 # Those that the tests compare with plain transformers and PEFT.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    dict.fromkeys(
-        ("gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"), _DENSE
-    )
+    dict.fromkeys(("gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"), _DENSE)
     | dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
     | {
         "glm4": Family(attn=_SEPARATE_ATTENTION, mlp=("gate_up_proj", "down_proj")),
