@@ -18,8 +18,9 @@ from backend.generator.base import (
 )
 from backend.generator.sampling import ABSENT_LOGPROB, Controls, TokenStream, draw, topk
 from backend.generator.stopping import StopMatcher
-from backend.trainer.base import Array, ModelInfo, Weights
-from backend.trainer.bigram import BigramModel
+from backend.trainer.base import Array, FullWeights, ModelInfo, Weights
+from backend.trainer.bigram import HEAD, BigramModel
+from backend.trainer.checks import check_full_weights
 from together_post_training.errors import Reason, fail
 
 
@@ -37,6 +38,8 @@ class BigramGenerator:
         return self._model.info
 
     def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+        if isinstance(weights, FullWeights):
+            check_full_weights(weights, {HEAD: self._model.head.shape})
         assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
         self._snapshots[snapshot] = self._model.logprobs(weights)
 
