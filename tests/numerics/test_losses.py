@@ -139,6 +139,12 @@ def test_cross_entropy_equals_its_reference(data: st.DataObject):
     check_against_reference("cross_entropy", lp, inputs, {})
 
 
+def test_cross_entropy_leaves_impossible_targets_without_weight_out():
+    inputs = {"weights": np.array([1.0, 0.0])}
+    loss, gradient = loss_and_gradient("cross_entropy", {}, inputs, np.array([-2.0, -np.inf]))
+    assert (loss, list(gradient)) == (2, [-1, 0])
+
+
 @pytest.mark.parametrize("name", POLICY)
 @given(data=st.data())
 def test_policy_loss_equals_its_reference(name: str, data: st.DataObject):
@@ -160,7 +166,7 @@ def test_clipped_loss_obeys_the_bounds_of_each_position(name: str, data: st.Data
 @pytest.mark.parametrize("name", POLICY)
 @given(data=st.data())
 def test_positions_without_weight_add_nothing_at_any_ratio(name: str, data: st.DataObject):
-    """Masked positions with an overflowing ratio leave loss, gradient and metrics as without them."""
+    """Masked positions with an overflowing ratio, or with an impossible target, leave everything as without them."""
     lp, inputs = data.draw(policy_inputs(name))
     inputs.setdefault("weights", np.ones(lp.shape, np.float32))
     if name == "gspo":
@@ -175,7 +181,7 @@ def test_positions_without_weight_add_nothing_at_any_ratio(name: str, data: st.D
         "sampled": np.ones(2, np.float32),
     }
     padded = {key: np.concatenate([inputs[key], masked[key]]) for key in inputs}
-    padded_lp = np.concatenate([lp, np.array([-0.1, -3000], np.float32)])
+    padded_lp = np.concatenate([lp, np.array([-0.1, -np.inf], np.float32)])
     given_params = data.draw(policy_params(name))
     params = prepared(name, given_params, inputs)
     assert prepared(name, given_params, padded) == params
