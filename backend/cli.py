@@ -1,4 +1,4 @@
-"""The command line: `together-post-training serve` and `doctor`."""
+"""The command line: `together-post-training serve`, `doctor`, `import-adapter` and `export`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend import doctor
+from backend import doctor, transfer
 from backend.config import DEFAULT_PORT, DEFAULT_STORE, ServerConfig
 from backend.resources.catalog import ModelSpec, parse_spec
 from together_post_training.errors import PostTrainingError
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "doctor":
         return doctor.run(sys.stdout)
+    if options.command != "serve":
+        return _transfer(options)
     logging.basicConfig(
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
@@ -46,6 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return _serve(options)
+
+
+def _transfer(options: argparse.Namespace) -> int:
+    try:
+        print(options.run(options))
+    except PostTrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -178,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_what_to_serve(serve)
     _add_where_to_listen(serve)
     _add_how_to_end(serve)
+    transfer.add_commands(commands, _model)
     return parser
 
 

@@ -35,6 +35,7 @@ class ModelInfo:
 # Words that stand for modules in LoraConfig.target_modules.
 ALL_LINEAR = "all-linear"
 FAMILY_DEFAULT = "default"
+_WORDS = ((ALL_LINEAR,), (FAMILY_DEFAULT,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,11 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Those in target_modules; none where it is empty or holds a word."""
+        return () if self.target_modules in _WORDS else self.target_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def load(
     place = find_device(device)
     kept = _DTYPES[dtype] or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     source = path or name
-    directory = _find(source)
+    directory = find(source)
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     check_supported(config)
     module = _load_module(source, directory, kept)
@@ -181,7 +181,8 @@ def _unsupported(config: PretrainedConfig, what: str):
     )
 
 
-def _find(source: str) -> Path:
+def find(source: str) -> Path:
+    """The directory of a model in Hugging Face's format; see `load`. Raises MODEL_NOT_FOUND."""
     if source.startswith(builtin_models.PREFIX):
         return builtin_models.directory(source)
     if (Path(source).expanduser() / "config.json").is_file():

@@ -51,6 +51,7 @@ from together_post_training.samples import Limits, Sample
 if TYPE_CHECKING:
     from backend.generator.bigram import BigramGenerator
 
+_HEAD_PATH = "lm_head"
 HEAD = "lm_head.weight"
 LORA_A = "base_model.model.lm_head.lora_A.weight"
 LORA_B = "base_model.model.lm_head.lora_B.weight"
@@ -253,12 +254,7 @@ class BigramTrainer:
 
     def _adapter(self, lora: LoraConfig) -> Adapter:
         check_lora(lora, self.model)
-        if not lora.train_unembed:
-            raise fail(
-                Reason.INVALID_ARGUMENT,
-                f"Nothing to train: {self._model.name} has no attention or MLP layers, only an output head; "
-                "set train_unembed.",
-            )
+        _check_targets(lora, self._model.name)
         return Adapter(lora=lora, tensors=_fresh_tensors(lora, self._model.vocab_size))
 
     def _full_weights(self) -> FullWeights:
@@ -271,6 +267,22 @@ class BigramTrainer:
         if state is None:
             raise fail(Reason.SESSION_NOT_FOUND, f"Unknown session {session!r}.", session=session)
         return state
+
+
+def _check_targets(lora: LoraConfig, model: str) -> None:
+    for name in lora.module_names:
+        if name != _HEAD_PATH:
+            raise fail(
+                Reason.INVALID_ARGUMENT,
+                f"target_modules: {name!r} is no layer of {model}: it has an output head, {_HEAD_PATH!r}, and nothing else.",
+                target_module=name,
+                available=_HEAD_PATH,
+            )
+    if not lora.module_names and not lora.train_unembed:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"Nothing to train: {model} has no attention or MLP layers, only an output head; set train_unembed.",
+        )
 
 
 def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:

@@ -172,8 +172,8 @@ def tensor_names(path: str) -> tuple[str, str]:
 
 
 def _chosen(layers: Mapping[str, Layer], known: Family, lora: LoraConfig) -> list[Layer]:
-    if lora.target_modules not in ((), (ALL_LINEAR,), (FAMILY_DEFAULT,)):
-        return _named(layers, lora.target_modules)
+    if lora.module_names:
+        return _named(layers, lora.module_names)
     unembed = known.unembed * lora.train_unembed
     if lora.target_modules == (ALL_LINEAR,):
         return [x for x in layers.values() if not matches(x.path, known.unembed) or unembed]
