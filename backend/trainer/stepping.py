@@ -46,7 +46,8 @@ def step_metrics(
 
 
 def overflow(params: OptimParams) -> PostTrainingError:
-    return no_step(f"learning rate {params.learning_rate:g} moves a weight out of float32's range")
+    rate = f"learning rate {params.learning_rate:g}"
+    return no_step(f"with {rate} it moves a weight out of float32's range")
 
 
 def no_step(what: str) -> PostTrainingError:
