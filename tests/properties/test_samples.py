@@ -127,17 +127,6 @@ def test_what_the_server_adds_is_asked_for_by_its_source():
     assert "provenance spans" in message
 
 
-@pytest.mark.parametrize("key", ["logprobs", "sampled"])
-def test_what_the_server_adds_is_refused_from_a_caller(key):
-    inputs = {key: np.ones(3, np.float32)}
-    batch = [plain(), plain(3, **inputs)]
-    with pytest.raises(PostTrainingError) as error:
-        samples.check_none_provided(batch, "stable_reinforce")
-    assert error.value.reason is Reason.UNKNOWN_INPUT
-    assert (error.value.metadata["sample"], error.value.metadata["key"]) == ("1", key)
-    samples.check_none_provided(batch, "ppo")
-
-
 def test_inputs_a_loss_does_not_read_are_refused_by_name():
     error = refused(Reason.UNKNOWN_INPUT, [plain(advantages=np.ones(3, np.float32))])
     assert error.metadata["key"] == "advantages"
