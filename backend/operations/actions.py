@@ -18,7 +18,15 @@ from backend.operations.work import (
     SaveCheckpointWork,
     WeightsSyncWork,
 )
-from backend.trainer.base import OptimizerState, OptimParams, Pass, PassResult, Trainer, Weights
+from backend.trainer.base import (
+    LoraConfig,
+    OptimizerState,
+    OptimParams,
+    Pass,
+    PassResult,
+    Trainer,
+    Weights,
+)
 from together_post_training import tensors
 from together_post_training.alignment import inspect
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -139,11 +147,30 @@ class TrainerActions:
             self._checkpoints.load, work.path, optimizer=work.optimizer
         )
         check_base_model(loaded, session.shown.base_model)
+        _check_kind(loaded, session)
         await self._thread.call(self._trainer.load, session.id, loaded.weights, loaded.optimizer)
         return pb.Operation(
             load_checkpoint=pb.LoadCheckpointResult(
                 path=str(work.path), policy_version=policy_version_after(loaded)
             )
+        )
+
+
+def _check_kind(loaded: LoadedCheckpoint, session: Session) -> None:
+    """Raises INCOMPATIBLE_CHECKPOINT for full weights and a LoRA session, and the other way round."""
+    saved, trained = (
+        "a LoRA adapter" if isinstance(weights, LoraConfig) else "full weights"
+        for weights in (loaded.manifest.weights, session.weights)
+    )
+    if saved != trained:
+        path = loaded.manifest.path
+        raise fail(
+            Reason.INCOMPATIBLE_CHECKPOINT,
+            f"Checkpoint {str(path)!r} holds {saved}, this session trains {trained}: resume a session from it, or load "
+            f"it into one that trains {saved}.",
+            path=path,
+            holds=saved,
+            trains=trained,
         )
 
 
