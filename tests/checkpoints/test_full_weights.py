@@ -51,7 +51,9 @@ def moments(weights: FullWeights) -> OptimizerState:
     return OptimizerState(num_steps=3, moments={"exp_avg": tensors, "exp_avg_sq": tensors})
 
 
-def save(store: CheckpointStore, weights: Weights, optimizer=None, base="", **fields) -> Manifest:
+def save(
+    store: CheckpointStore, weights: Weights, optimizer=None, base: Path | str = "", **fields
+) -> Manifest:
     config = weights.lora if isinstance(weights, Adapter) else FullConfig()
     made = manifest(**{"weights": config, "kind": "inference"} | fields)
     return store.save(made, weights, optimizer, overwrite=False, base_location=str(base))

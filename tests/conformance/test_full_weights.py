@@ -128,9 +128,9 @@ def test_law_15_full_weights_are_sampled_with_the_logprobs_of_forward(bench: Ben
             sequence.logprobs, logprobs[len(prompt) - 1 :], rtol=0, atol=bench.tolerance
         )
         scoring = call(whole, snapshot=snapshot, max_tokens=0, prompt_logprobs=True)
-        np.testing.assert_allclose(
-            bench.sample(scoring).prompt_logprobs[1:], logprobs, rtol=0, atol=bench.tolerance
-        )
+        scored = bench.sample(scoring).prompt_logprobs
+        assert scored is not None
+        np.testing.assert_allclose(scored[1:], logprobs, rtol=0, atol=bench.tolerance)
     bench.generator.drop_snapshot(snapshot)
 
 
