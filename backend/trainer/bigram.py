@@ -274,7 +274,7 @@ def _check_targets(lora: LoraConfig, model: str) -> None:
         if name != _HEAD_PATH:
             raise fail(
                 Reason.INVALID_ARGUMENT,
-                f"target_modules: {name!r} is no layer of {model}: it has an output head, {_HEAD_PATH!r}, and nothing else.",
+                f"target_modules: {name!r} is no layer of {model}, which has nothing but {_HEAD_PATH!r}.",
                 target_module=name,
                 available=_HEAD_PATH,
             )
