@@ -27,7 +27,7 @@ from backend.operations.trainer_thread import TrainerThread
 from backend.resources.sequence_records import SequenceRecords
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram
-from backend.trainer.base import LoraConfig, OptimParams, Pass, PassResult, Weights
+from backend.trainer.base import ADAMW, LoraConfig, OptimParams, Pass, PassResult, Weights
 from together_post_training.errors import PostTrainingError
 from together_post_training.v1 import data_pb2, sessions_pb2
 from together_post_training.v1 import operations_pb2 as pb
@@ -228,7 +228,10 @@ decode_pass = functools.partial(parse.pass_work, records=SequenceRecords(lambda:
 _KINDS = {
     t.ForwardRequest: (pb.OPERATION_KIND_FORWARD, decode_pass),
     t.ForwardBackwardRequest: (pb.OPERATION_KIND_FORWARD_BACKWARD, decode_pass),
-    t.OptimStepRequest: (pb.OPERATION_KIND_OPTIM_STEP, lambda r, _: parse.optim_step_work(r)),
+    t.OptimStepRequest: (
+        pb.OPERATION_KIND_OPTIM_STEP,
+        lambda r, _: parse.optim_step_work(r, ADAMW),
+    ),
     t.WeightsSyncRequest: (pb.OPERATION_KIND_WEIGHTS_SYNC, lambda r, _: parse.weights_sync_work(r)),
     t.SaveCheckpointRequest: (
         pb.OPERATION_KIND_SAVE_CHECKPOINT,
