@@ -29,15 +29,21 @@ _MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 _FEWEST_TOKENS = 64
 # Of what is free when a row is computed: estimates are not exact, and other programs live too.
 _MARGIN = 0.9
+# Blocks of this size and more go back to the system when they are freed. glibc would raise the limit to 32 MB as it
+# goes, and keep activations of many sizes in a heap full of holes: passes then peaked at 1.4 times as much when all
+# layers were stored and 4 times when they were computed again, and took the same time.
+_MAPPED_BYTES = 2**17
+_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Bytes that a row takes at its peak, beside weights and adapters.
+    """Bytes that a row takes at its peak, beside weights and adapters. Within a tenth of what the system shows, for
+    models of 15 and 135 million parameters, with and without recomputing.
 
     fixed: whatever the number of tokens.
     stored: for each token, what all layers keep for backward.
-    layer: for each token, the part of one decoder layer; computing and differentiating it takes as much again.
+    layer: for each token, the part of one decoder layer.
     inputs: for each token, the inputs of all decoder layers, which is what recomputing keeps.
     ends: for each token, what embedding, head and their gradients take.
     """
@@ -49,18 +55,18 @@ class Cost:
     ends: int
 
     def storing(self, num_tokens: int) -> int:
-        return self.fixed + num_tokens * (self.stored + self.layer + self.ends)
+        return self.fixed + num_tokens * (self.stored + self.ends)
 
     def recomputing(self, num_tokens: int) -> int:
-        return self.fixed + num_tokens * (self.inputs + 2 * self.layer + self.ends)
+        return self.fixed + num_tokens * (self.inputs + self.layer + self.ends)
 
     def scoring(self, num_tokens: int) -> int:
         """Of a forward pass alone."""
-        return self.fixed + num_tokens * (2 * self.layer + self.ends)
+        return self.fixed + num_tokens * (self.layer + self.ends)
 
     def most_stored(self, num_bytes: int) -> int:
         """How many tokens can be stored in as much."""
-        return max(0, num_bytes - self.fixed) // (self.stored + self.layer + self.ends)
+        return max(0, num_bytes - self.fixed) // (self.stored + self.ends)
 
 
 class Memory:
@@ -82,6 +88,7 @@ class Memory:
         activation_bytes: int | None = None,
         available: Callable[[torch.device], int] | None = None,
     ) -> None:
+        _map_large_blocks()
         self._device = device
         self._available = available or available_bytes
         free = self._available(device)
@@ -145,9 +152,11 @@ def available_bytes(device: torch.device) -> int:
     return max(0, min([psutil.virtual_memory().available, *_cgroup_bytes()]))
 
 
-def _cgroup_bytes(root: Path = Path("/sys/fs/cgroup"), self_file: str = "/proc/self/cgroup"):
+def _cgroup_bytes(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
     """What each cgroup above this process has left, where it has a limit; both versions of the interface."""
-    for line in _lines(Path(self_file)):
+    for line in _lines(own):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             names = ("memory.max", "memory.current", "inactive_file")
@@ -264,9 +273,19 @@ def give_back(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)
+    else:
+        _glibc("malloc_trim", 0)
+
+
+def _map_large_blocks() -> None:
+    _glibc("mallopt", _M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def _glibc(function: str, *args: int) -> None:
+    """Other C libraries have none of these, nor the need."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            getattr(ctypes.CDLL(None), function)(*args)
 
 
 def _out_of_memory(error: BaseException, device: torch.device) -> PostTrainingError:
