@@ -89,7 +89,7 @@ class Memory:
         available: Callable[[torch.device], int] | None = None,
     ) -> None:
         _map_large_blocks()
-        self._device = device
+        self.device = device
         self._available = available or available_bytes
         free = self._available(device)
         self.activation_bytes = int(free * _SHARE) if activation_bytes is None else activation_bytes
@@ -118,14 +118,14 @@ class Memory:
             return False
         needed = cost.recomputing(num_tokens) if for_backward else cost.scoring(num_tokens)
         if needed > free:
-            give_back(self._device)
+            give_back(self.device)
             free = self._free()
         if needed > free:
-            raise _too_large(num_tokens, needed, free, self._device)
+            raise _too_large(num_tokens, needed, free, self.device)
         return for_backward
 
     def _free(self) -> int:
-        return int(self._available(self._device) * _MARGIN)
+        return int(self._available(self.device) * _MARGIN)
 
 
 def _too_large(num_tokens: int, needed: int, free: int, device: torch.device) -> PostTrainingError:

@@ -48,6 +48,10 @@ class PackedRow:
     runs: tuple[Run, ...]
     targets: TargetTokens
 
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
 
 def pack(samples: Sequence[Sample], device: torch.device | None = None) -> PackedRow:
     """Neighbours of equal length should lie together already: attention computes them as one batch."""

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-# Tokens that a micro-batch holds unless one sample alone has more. Activations take memory in proportion (1.8 MB a
-# token for a model of 135 M parameters); on a CPU the time per token is flat from about 500 on.
-DEFAULT_TOKEN_BUDGET = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -12,6 +12,7 @@ from torch import Tensor
 from backend.trainer.base import Pass, PassResult
 from backend.trainer.dropout import SampleRows
 from backend.trainer.lora import Segment
+from backend.trainer.memory import Memory
 from backend.trainer.objective import Objective
 from backend.trainer.packed_model import pack
 from backend.trainer.packing import plan
@@ -96,33 +97,39 @@ class RunningPass:
         return np.zeros(sum(_num_targets(s) for s in self.samples(chosen)), np.float32)
 
 
-def run_together(model: RowModel, passes: Sequence[RunningPass], token_budget: int) -> None:
+def run_together(model: RowModel, passes: Sequence[RunningPass], memory: Memory) -> None:
     """Takes passes of different sessions, all with backward or all without, through the model in shared rows.
 
     Those that have failed are left out of the rows that follow.
+
+    Raises:
+        PostTrainingError: RESOURCE_EXHAUSTED for a row that does not fit in memory.
     """
     lengths = [[sample.num_tokens for sample in p.work.samples] for p in passes]
-    for micro_batch in plan(lengths, token_budget):
+    for micro_batch in plan(lengths, memory.token_budget):
         parts = [(passes[part.work], part.samples) for part in micro_batch]
         running = [(p, chosen) for p, chosen in parts if p.error is None]
         if running:
-            _run_row(model, running)
+            _run_row(model, running, memory)
 
 
-def _run_row(model: RowModel, parts: Sequence[tuple[RunningPass, Sequence[int]]]) -> None:
-    row = pack([sample for p, chosen in parts for sample in p.samples(chosen)])
+def _run_row(
+    model: RowModel, parts: Sequence[tuple[RunningPass, Sequence[int]]], memory: Memory
+) -> None:
+    backward = parts[0][0].work.backward
+    row = pack([sample for p, chosen in parts for sample in p.samples(chosen)], memory.device)
+    recompute = memory.must_recompute(model.cost, row.num_tokens, for_backward=backward)
     segments: list[Segment] = []
     for p, chosen in parts:
         segments.append(p.segment(segments[-1].stop if segments else 0, chosen))
-    backward = parts[0][0].work.backward
-    forward = model.forward(row, segments, for_backward=backward)
+    forward = model.forward(row, segments, for_backward=backward, recompute=recompute)
     if backward and all(p.is_linear for p, _ in parts):
-        gradient = _join([p.linear_derivative(chosen) for p, chosen in parts])
+        gradient = _join([p.linear_derivative(chosen) for p, chosen in parts], memory.device)
         _record(parts, forward.score_and_backward(gradient))
         return
     derivatives = _record(parts, forward.logprobs())
     if backward:
-        forward.backward(_join(derivatives))
+        forward.backward(_join(derivatives, memory.device))
 
 
 def _record(parts: Sequence[tuple[RunningPass, Sequence[int]]], logprobs: Tensor) -> list[Array]:
@@ -132,8 +139,8 @@ def _record(parts: Sequence[tuple[RunningPass, Sequence[int]]], logprobs: Tensor
     return [p.record(chosen, share) for (p, chosen), share in zip(parts, shares, strict=True)]
 
 
-def _join(derivatives: Sequence[Array]) -> Tensor:
-    return torch.from_numpy(np.concatenate(derivatives))
+def _join(derivatives: Sequence[Array], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(derivatives)).to(device)
 
 
 def _num_targets(sample: Sample) -> int:

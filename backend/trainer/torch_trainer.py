@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from backend.trainer.adapter_slot import AdapterSlot
 from backend.trainer.base import (
@@ -20,21 +21,32 @@ from backend.trainer.base import (
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checks import check_lora, check_optim, check_room_for_full_weights
 from backend.trainer.full_slot import FullSlot
+from backend.trainer.memory import Memory, guarded
 from backend.trainer.packed_model import PackedModel
-from backend.trainer.packing import DEFAULT_TOKEN_BUDGET
 from backend.trainer.running_pass import RunningPass, run_together
 from backend.trainer.slot import RowModel, Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
 
 
 class TorchTrainer:
-    """See `backend.trainer.base.Trainer`."""
+    """See `backend.trainer.base.Trainer`; for the limits on memory `backend.trainer.memory.Memory`."""
 
-    def __init__(self, base: BaseModel, *, token_budget: int = DEFAULT_TOKEN_BUDGET) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        token_budget: int | None = None,
+        activation_bytes: int | None = None,
+    ) -> None:
         self._base = base
         self._info = base.info
         self._packed = PackedModel(base)
-        self._token_budget = token_budget
+        self._memory = Memory(
+            base.device,
+            self._packed.cost,
+            token_budget=token_budget,
+            activation_bytes=activation_bytes,
+        )
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -52,7 +64,8 @@ class TorchTrainer:
             raise fail(
                 Reason.SESSION_EXISTS, f"Session {session!r} exists already.", session=session
             )
-        self._slots[session] = self._new_slot(weights, optimizer)
+        new_slot = partial(self._new_slot, weights, optimizer)
+        self._slots[session] = guarded(new_slot, self._memory.device)
 
     def delete_session(self, session: str) -> None:
         self._slot(session)
@@ -108,7 +121,7 @@ class TorchTrainer:
         started = {work.session: self._start(work) for work in works}
         running = [p for p in started.values() if isinstance(p, RunningPass)]
         try:
-            run_together(model, running, self._token_budget)
+            guarded(partial(run_together, model, running, self._memory), self._memory.device)
         except PostTrainingError as error:
             # Not of one pass's own making, like too little memory: alone each needs less.
             if len(works) == 1:
