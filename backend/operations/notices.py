@@ -24,6 +24,9 @@ def notices_of(work: Pass, alignment: Alignment) -> Notices:
     notice = losses.contract(work.loss).notice
     if notice:
         notices[f"loss {work.loss}"] = notice
+    prompts = losses.prompt_notice(work.loss, work.params, [s.inputs for s in work.samples])
+    if prompts is not None:
+        notices["prompts"] = prompts
     if alignment.warning is not None:
         # Targets of a teacher are no reason not to be told of shifted logprobs later.
         are_targets = alignment.metrics["alignment_shifted_targets:sum"] > 0

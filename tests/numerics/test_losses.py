@@ -558,3 +558,33 @@ def test_parameters_of_a_whole_call_are_left_alone_where_there_is_nothing_to_add
         ("grpo", {"denominator": 5.0}),
     ):
         assert losses.for_whole_call(name, params, [on_policy([1.0])]) == params
+
+
+PROMPTED = on_policy([0.0, 1.0, 1.0], logprobs=[0.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "mask"),
+    [
+        ("gspo", {}, "sequence_ratio_mask"),
+        ("grpo", {"agg_type": "TOKEN_MEAN"}, "weights"),
+        ("grpo", {"agg_type": "SEQUENCE_MEAN"}, "weights"),
+        ("grpo", {"ratio_type": "SEQUENCE"}, "weights"),
+        ("grpo", {"beta": 0.1}, "weights"),
+    ],
+)
+def test_prompts_that_are_averaged_over_are_told_of(name, params, mask):
+    complete = losses.complete_params(name, params)
+    masked = {**PROMPTED, mask: np.array([0.0, 1.0, 1.0])}
+    first_sampled = on_policy([1.0, 1.0])
+    idle = on_policy([0.0, 0.0], logprobs=[0.0, -1.0])
+    assert losses.prompt_notice(name, complete, [masked, first_sampled, idle]) is None
+    notice = losses.prompt_notice(name, complete, [masked, PROMPTED])
+    assert notice is not None
+    assert notice.startswith("Sample 1: position 0")
+    assert f"Give {mask}" in notice
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "cross_entropy", "importance_sampling"])
+def test_prompts_are_no_matter_where_each_position_stands_alone(name):
+    assert losses.prompt_notice(name, losses.complete_params(name, {}), [PROMPTED]) is None

@@ -25,6 +25,7 @@ from together_post_training.losses.metrics import summarize
 from together_post_training.losses.params import complete_params
 from together_post_training.losses.ppo import ppo
 from together_post_training.losses.preparation import for_whole_call, prepare
+from together_post_training.losses.prompts import prompt_notice
 from together_post_training.losses.stable_reinforce import stable_reinforce
 from together_post_training.losses.table import CONTRACTS, contract
 
@@ -48,6 +49,7 @@ __all__ = [
     "importance_sampling",
     "ppo",
     "prepare",
+    "prompt_notice",
     "stable_reinforce",
     "summarize",
 ]
