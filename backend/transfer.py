@@ -55,7 +55,7 @@ def add_commands(commands, model: Callable[[str], ModelSpec]) -> None:
         "--merged", action="store_true", help="a model with the adapter in its weights (default)"
     )
     how.add_argument("--adapter", action="store_true", help="the adapter alone, for PEFT")
-    export.add_argument("--dtype", choices=_DTYPES, default="float32", help="of a merged model")
+    export.add_argument("--dtype", choices=_DTYPES, help="of a merged model (default: float32)")
     export.set_defaults(run=export_checkpoint)
     for command in (adopt, export):
         command.add_argument("--store", type=Path, default=DEFAULT_STORE, help="the server's store")
@@ -98,6 +98,7 @@ def export_checkpoint(options: argparse.Namespace) -> str:
     store = CheckpointStore(root / "checkpoints", time.time)
     loaded = store.load(path, optimizer=False)
     if options.adapter:
+        _check_unused(options)
         if not isinstance(loaded.weights, Adapter):
             raise fail(
                 Reason.WRONG_CHECKPOINT_KIND,
@@ -112,9 +113,23 @@ def export_checkpoint(options: argparse.Namespace) -> str:
     else:
         spec = _spec(options.model, loaded.manifest)
         export.export_merged(
-            loaded.weights, options.directory, base=spec.name, path=spec.path, dtype=options.dtype
+            loaded.weights,
+            options.directory,
+            base=spec.name,
+            path=spec.path,
+            dtype=options.dtype or "float32",
         )
     return str(options.directory)
+
+
+def _check_unused(options: argparse.Namespace) -> None:
+    for name in ("model", "dtype"):
+        if getattr(options, name) is not None:
+            raise fail(
+                Reason.INVALID_ARGUMENT,
+                f"--{name} says nothing about an adapter, which is exported as it is: leave it out.",
+                option=name,
+            )
 
 
 def _spec(given: ModelSpec | None, manifest: Manifest) -> ModelSpec:

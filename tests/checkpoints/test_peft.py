@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from backend.checkpoints import peft_files
 from backend.checkpoints.store import CheckpointStore
 from backend.trainer import base_model
-from backend.trainer.base import AdamParams, LoraConfig, Pass
+from backend.trainer.base import AdamParams, Adapter, LoraConfig, Pass
 from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
 from tests.checkpoints.data import Clock, adapter, manifest
@@ -83,5 +84,42 @@ def test_checkpoint_names_its_base_model_so_that_peft_finds_both(tmp_path: Path)
     assert isinstance(model, PeftModel)
 
 
-def test_target_modules_are_the_last_parts_of_the_modules_names():
-    assert peft_files.target_modules(adapter().tensors) == ["lm_head", "up_proj"]
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        (
+            "llama",
+            {"train_mlp": False, "dropout": 0.25},
+            {
+                "target_modules": ["k_proj", "lm_head", "o_proj", "q_proj", "v_proj"],
+                "lora_dropout": 0.25,
+            },
+        ),
+        (
+            "qwen3_moe",
+            {"train_attn": False, "train_unembed": False},
+            {
+                "target_modules": [],
+                "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+            },
+        ),
+        (
+            "gpt2",
+            {"target_modules": ("h.0.mlp.c_fc", "c_attn")},
+            {"target_modules": ["c_attn", "transformer.h.0.mlp.c_fc"], "fan_in_fan_out": True},
+        ),
+    ],
+)
+def test_config_says_what_is_trained(tmp_path: Path, model_type, settings, expected):
+    trainer = TorchTrainer(base_model.load("m", str(models.rand(tmp_path / "m", model_type))))
+    trainer.create_session("s", LoraConfig(rank=2, alpha=4.0, seed=0, **settings))
+    weights = trainer.weights("s")
+    assert isinstance(weights, Adapter)
+    config = json.loads(peft_files.peft_config(weights, "base"))
+    usual = {"target_parameters": None, "lora_dropout": 0.0, "fan_in_fan_out": False}
+    assert {**usual, **expected}.items() <= config.items()
+
+
+def test_config_of_unnamed_targets_lists_paths():
+    config = json.loads(peft_files.peft_config(adapter(), "base"))
+    assert config["target_modules"] == ["model.layers.0.mlp.up_proj", "lm_head"]
