@@ -250,9 +250,9 @@ class Trainer(Protocol):
     def clear_gradients(self, session: str) -> None: ...
 
     def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
-        """One step from the accumulated gradient, which is then cleared. Metrics: "name:reduction".
+        """One step from the accumulated gradient, which is then cleared. Called only with gradients.
 
-        "unclipped_grad_l2:mean" is the norm before clipping. Called only with gradients.
+        Metrics, as "name:reduction": see `backend.trainer.stepping.step_metrics`.
 
         Raises:
             PostTrainingError: NON_FINITE_LOSS when the gradient's norm is not finite; nothing is changed but that

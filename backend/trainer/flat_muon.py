@@ -13,10 +13,14 @@ from backend.trainer.base import MuonParams
 from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.flat_moment import FlatMoment
+from backend.trainer.muon import update_scale
+from backend.trainer.norms import largest, sum_of_squares
 
 _ADJUST_LR = {"match_adam": "match_rms_adamw", "original": "original"}
-# torch raises where a learning rate, times its factor for a shape or the decay, is no float32.
+# torch raises where a learning rate, times its factor for a shape or the decay, is no float32, which ends at 3.4e38.
 _LARGEST_RATE = 1e30
+# A step that leaves weights below it has overflown nowhere.
+_SAFE = 1e29
 
 
 class FlatMuon:
@@ -28,7 +32,7 @@ class FlatMuon:
     Args:
         weights: the flat buffer, stepped in place.
         layout: what lies in it.
-        matrices: which of its tensors Muon steps, all of two or three dimensions.
+        matrices: which of its tensors Muon steps, one at least, all of two or three dimensions.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class FlatMuon:
         matrices: Collection[str],
         scaling: Literal["match_adam", "original"],
     ) -> None:
-        self._layout = layout
+        self._weights, self._layout = weights.detach(), layout
         self._names = [name for name in layout.shapes if name in matrices]
         others = [name for name in layout.shapes if name not in matrices]
         momentum = FlatMoment.zeros(
@@ -53,26 +57,45 @@ class FlatMuon:
             self._parameters, self._matrices(momentum.views()), strict=True
         ):
             self._optimizer.state[parameter]["momentum_buffer"] = buffer
+        self._largest_scale = max(update_scale(tuple(p.shape), scaling) for p in self._parameters)
         self._adam = FlatAdamW(weights, layout, others) if others else None
         of_adam = {} if self._adam is None else self._adam.moments
         self.moments: Mapping[str, FlatMoment] = {"momentum_buffer": momentum, **of_adam}
 
-    def update(self, gradient: Tensor, params: MuonParams, num_steps: int) -> None:
-        """One step after `num_steps` others. The gradient is flat, as the weights are."""
+    def may_overflow(self, gradient: Tensor, params: MuonParams, num_steps: int) -> bool:
+        """Whether a step might leave float32's range; most can be seen not to.
+
+        Newton-Schulz gives values below 2, and momentum is a mean of gradients.
+        """
+        weight = max(1.0, largest(self._weights))
+        move = params.learning_rate * (2 * self._largest_scale + params.weight_decay * weight)
+        if not weight + move < _SAFE:
+            return True
+        return self._adam is not None and self._adam.may_overflow(gradient, params.adam, num_steps)
+
+    def update(self, gradient: Tensor, params: MuonParams, num_steps: int) -> float:
+        """One step after `num_steps` others; the square of the length of the move.
+
+        The gradient is flat, as the weights are.
+        """
         self._optimizer.param_groups[0].update(
             lr=_rate(params),
             momentum=params.momentum,
             ns_steps=params.newton_schulz_steps,
             weight_decay=params.weight_decay,
         )
+        before = [parameter.clone() for parameter in self._parameters]
         gradients = self._matrices(self._layout.views(gradient))
         for parameter, part in zip(self._parameters, gradients, strict=True):
             parameter.grad = part
         self._optimizer.step()
-        for parameter in self._parameters:
+        moved = 0.0
+        for parameter, old in zip(self._parameters, before, strict=True):
             parameter.grad = None
+            moved += sum_of_squares(old.sub_(parameter).view(-1))
         if self._adam is not None:
-            self._adam.update(gradient, params.adam, num_steps)
+            moved += self._adam.update(gradient, params.adam, num_steps)
+        return moved
 
     def _matrices(self, views: Mapping[str, Tensor]) -> Iterator[Tensor]:
         for name in self._names:
@@ -81,5 +104,5 @@ class FlatMuon:
 
 def _rate(params: MuonParams) -> float:
     """Beyond all reason it is infinite, so that the step is not finite and undone."""
-    largest = params.learning_rate * max(1.0, params.weight_decay)
-    return params.learning_rate if largest < _LARGEST_RATE else math.inf
+    highest = params.learning_rate * max(1.0, params.weight_decay)
+    return params.learning_rate if highest < _LARGEST_RATE else math.inf

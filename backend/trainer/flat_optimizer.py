@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from backend.trainer.base import (
@@ -26,10 +25,8 @@ from backend.trainer.flat_adamw import FlatAdamW
 from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.flat_muon import FlatMuon
 from backend.trainer.moments import moment_shapes
+from backend.trainer.norms import sum_of_squares
 from backend.trainer.stepping import gradient_factor, overflow, step_metrics
-
-# How much of a buffer is converted to float64 at a time: what a core's cache holds.
-_NORM_VALUES = 2**16
 
 
 class FlatOptimizer:
@@ -72,17 +69,15 @@ class FlatOptimizer:
         Raises:
             PostTrainingError: NON_FINITE_LOSS; weights, moments and number of steps are what they were.
         """
-        norm = _norm(gradient)
+        norm = math.sqrt(sum_of_squares(gradient))
         factor = gradient_factor(norm, params)
         if factor != 1.0:
             gradient.mul_(factor)
-        kept = [self._weights, *(moment.buffer for moment in self._rule.moments.values())]
-        before = [tensor.clone() for tensor in kept]
-        self._update(gradient, params)
-        update_norm = _norm(self._weights - before[0])
+        before = self._copy() if self._may_overflow(gradient, params) else None
+        update_norm = math.sqrt(self._update(gradient, params))
         if not math.isfinite(update_norm):
-            for tensor, old in zip(kept, before, strict=True):
-                tensor.copy_(old)
+            assert before is not None, "a step that may overflow is told from others"
+            self._restore(before)
             raise overflow(params)
         self._num_steps += 1
         return step_metrics(
@@ -113,16 +108,37 @@ class FlatOptimizer:
             else:
                 moment.layout.fill(moment.buffer, state.moments[name])
 
-    def _update(self, gradient: Tensor, params: OptimParams) -> None:
-        if isinstance(params, DimuonParams):
-            params = as_muon(params)
+    def _may_overflow(self, gradient: Tensor, params: OptimParams) -> bool:
+        """Hardly ever: so hardly a step needs a copy of what was before it."""
         match self._rule, params:
             case FlatAdamW() as rule, AdamParams():
-                rule.update(gradient, params, self._num_steps)
-            case FlatMuon() as rule, MuonParams():
-                rule.update(gradient, params, self._num_steps)
-            case _:
-                raise AssertionError(f"{params} for {self._config}")
+                return rule.may_overflow(gradient, params, self._num_steps)
+            case FlatMuon() as rule, MuonParams() | DimuonParams():
+                return rule.may_overflow(gradient, _muon_params(params), self._num_steps)
+        raise AssertionError(f"{params} for {self._config}")
+
+    def _update(self, gradient: Tensor, params: OptimParams) -> float:
+        """The square of the length of the move."""
+        match self._rule, params:
+            case FlatAdamW() as rule, AdamParams():
+                return rule.update(gradient, params, self._num_steps)
+            case FlatMuon() as rule, MuonParams() | DimuonParams():
+                return rule.update(gradient, _muon_params(params), self._num_steps)
+        raise AssertionError(f"{params} for {self._config}")
+
+    def _copy(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self._buffers()]
+
+    def _restore(self, before: list[Tensor]) -> None:
+        for tensor, old in zip(self._buffers(), before, strict=True):
+            tensor.copy_(old)
+
+    def _buffers(self) -> list[Tensor]:
+        return [self._weights, *(moment.buffer for moment in self._rule.moments.values())]
+
+
+def _muon_params(params: MuonParams | DimuonParams) -> MuonParams:
+    return as_muon(params) if isinstance(params, DimuonParams) else params
 
 
 def _rule(
@@ -132,12 +148,3 @@ def _rule(
         return FlatAdamW(weights, layout)
     # `OptimizerConfig.muon_scaling` is match_adam unless a Muon session chose another.
     return FlatMuon(weights, layout, matrices, config.muon_scaling)
-
-
-def _norm(tensor: Tensor) -> float:
-    """In float64, where no float32 overflows."""
-    if tensor.is_cuda:
-        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    # On a CPU that takes eight times as long as converting it part by part.
-    parts = (part.double() for part in tensor.split(_NORM_VALUES))
-    return math.sqrt(sum(float(torch.dot(part, part)) for part in parts))

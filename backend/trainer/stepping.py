@@ -8,8 +8,8 @@ from backend.trainer.adam import clip_factor
 from backend.trainer.base import OptimParams
 from together_post_training.errors import PostTrainingError, Reason, fail
 
-# Squares of gradients, single and summed, are float32 in AdamW's second moment and in Muon's scaling.
-_LARGEST_NORM = math.sqrt(3.4028234663852886e38)
+# Squares of gradients, single and summed, are float32 in AdamW's second moment and in Muon's scaling: up to 3.4e38.
+_LARGEST_NORM = 1.8e19
 
 
 def gradient_factor(norm: float, params: OptimParams) -> float:

@@ -12,6 +12,7 @@ from backend.trainer.base import (
     ADAMW,
     AdamParams,
     DimuonParams,
+    FullConfig,
     MuonParams,
     OptimizerConfig,
     OptimParams,
@@ -275,6 +276,35 @@ def test_a_step_that_overflows_changes_nothing_and_clears_the_gradient(
     for name in (session, control):
         train(bench, name, family.params, 1)
     assert_same_state(bench, session, control)
+
+
+def test_full_weights_step_matrices_with_muon_and_the_head_with_adamw(bench: Bench):
+    """The head moves at the rate of the nested parameters alone, and both rules' moments resume bit for bit."""
+    trainer, session = bench.trainer, bench.name("full")
+    still = replace(MUON.params, adam=AdamParams(learning_rate=0.0))
+    trainer.create_session(session, FullConfig(), MUON.config)
+    try:
+        before = trainer.weights(session)
+        train(bench, session, still)
+        moments = trainer.optimizer_state(session).moments
+        assert not any(head in moments.get("momentum_buffer", {}) for head in moments["exp_avg"])
+        names = {name for by_name in moments.values() for name in by_name}
+        assert names == before.tensors.keys()
+        # One of the models has layers of zeros, and gradients of zeros there.
+        assert (
+            changed(before, trainer.weights(session)) <= moments.get("momentum_buffer", {}).keys()
+        )
+        train(bench, session, MUON.params)
+        assert changed(before, trainer.weights(session)) & moments["exp_avg"].keys()
+        halfway = trainer.weights(session), trainer.optimizer_state(session)
+        ends = []
+        for _ in range(2):
+            trainer.load(session, *halfway)
+            train(bench, session, MUON.params, 1)
+            ends.append(trainer.weights(session))
+        assert not changed(*ends)
+    finally:
+        trainer.delete_session(session)
 
 
 def test_scaling_by_the_shape_of_a_matrix(succ16: Bench):

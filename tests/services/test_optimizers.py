@@ -110,6 +110,20 @@ def test_absent_parameters_are_those_of_the_contract(
     np.testing.assert_array_equal(runs[0].logprobs(TOKENS), runs[1].logprobs(TOKENS))
 
 
+def test_eps_of_adamw_is_togethers_where_it_is_absent(caller: Caller):
+    """OP-03: a gradient of 1e-9 moves a weight by .09 of the learning rate; with Tinker's 1e-12 by all of it."""
+    moves = {}
+    for eps in (None, 1e-8, 1e-12):
+        run = caller.session()
+        backward_of = [sample(TOKENS, weights=[1e-9, 1e-9])]
+        run.do("ForwardBackward", loss=cross_entropy(), samples=backward_of)
+        adam = t.AdamParams(learning_rate=0.1)
+        if eps is not None:
+            adam.eps = eps
+        moves[eps] = step(run, adam=adam).optim_step.metrics["update_l2:mean"]
+    assert moves[None] == moves[1e-8] < moves[1e-12] / 2
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
