@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import pytest
@@ -55,6 +57,25 @@ def test_a_split_call_is_divided_as_a_whole(client, agg_type):
     result = client.forward_backward(data, "grpo", config).result()
     # Sums of a thousand float32 ratios that are 1 to six digits.
     assert result.metrics["loss:sum"] == pytest.approx(-1, rel=1e-4)
+
+
+def test_gspo_over_a_prompt_is_warned_of_unless_masked(client):
+    """Warned of once; the mask leaves the prompt's made-up ratio out, so that two ratios of 1 remain."""
+    inputs = {
+        "target_tokens": [4, 5, 6],
+        "logprobs": [0.0, HIT, HIT],
+        "advantages": [0.0, 1.0, 1.0],
+    }
+    masked = datum([3, 4, 5], **inputs, sequence_ratio_mask=[0.0, 1.0, 1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = client.forward([masked], "gspo").result()
+    assert done.metrics["loss:sum"] == pytest.approx(-2, rel=1e-5)
+    with pytest.warns(UserWarning, match="Give sequence_ratio_mask") as caught:
+        done = [client.forward([datum([3, 4, 5], **inputs)], "gspo").result() for _ in range(2)]
+    assert len(caught) == 1
+    ratio = math.exp(HIT / 3)
+    assert done[0].metrics["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-5)
 
 
 def test_operations_of_a_split_call_say_what_the_whole_call_has():

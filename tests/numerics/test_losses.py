@@ -284,6 +284,15 @@ def test_clipped_losses_are_finite_where_the_ratio_overflows(sampling):
             loss_and_gradient(name, {}, down, lp)
 
 
+def test_a_derivative_outside_float32_fails_where_the_loss_is_finite():
+    """cispo of a certain token: the loss is 0 whatever the ratio, the derivative is the clipped ratio times A."""
+    inputs = {"logprobs": np.array([-200.0]), "advantages": np.array([1e30])}
+    with pytest.raises(PostTrainingError) as error:
+        loss_and_gradient("cispo", {"clip_high_threshold": 1e30}, inputs, np.zeros(1))
+    assert error.value.reason is Reason.NON_FINITE_LOSS
+    assert "is 0 and its largest derivative by a log-probability 1e+60" in error.value.message
+
+
 def test_dro_keeps_its_penalty_without_advantages():
     inputs = {"logprobs": np.zeros(4), "advantages": np.zeros(4)}
     assert loss_and_gradient("dro", {}, inputs)[0] == pytest.approx(0.454440, abs=2e-6)
