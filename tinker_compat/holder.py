@@ -41,6 +41,7 @@ class Holder:
         self._training_client_ids = itertools.count()
         self._is_closed = False
         self._sessions: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
+        self._kept: list[TrainingSession] = []
         self._operations: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._owner = os.getpid()
         self.tokenizers: dict[str, Any] = {}
@@ -80,6 +81,9 @@ class Holder:
 
     def add_session(self, session: TrainingSession) -> None:
         self._sessions.add(session)
+        if session.info.HasField("full_weights"):
+            # It keeps others out, so it is to end with this client even if its own was let go of.
+            self._kept.append(session)
 
     def close(self, *, finish: bool = True) -> OperationFuture[None]:
         """Ends the training sessions on the server, after their operations if `finish`, and the connection."""
