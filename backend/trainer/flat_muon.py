@@ -84,18 +84,16 @@ class FlatMuon:
             ns_steps=params.newton_schulz_steps,
             weight_decay=params.weight_decay,
         )
-        before = [parameter.clone() for parameter in self._parameters]
+        before = self._weights.clone()
         gradients = self._matrices(self._layout.views(gradient))
         for parameter, part in zip(self._parameters, gradients, strict=True):
             parameter.grad = part
         self._optimizer.step()
-        moved = 0.0
-        for parameter, old in zip(self._parameters, before, strict=True):
+        for parameter in self._parameters:
             parameter.grad = None
-            moved += sum_of_squares(old.sub_(parameter).view(-1))
         if self._adam is not None:
-            moved += self._adam.update(gradient, params.adam, num_steps)
-        return moved
+            self._adam.update(gradient, params.adam, num_steps)
+        return sum_of_squares(before.sub_(self._weights))
 
     def _matrices(self, views: Mapping[str, Tensor]) -> Iterator[Tensor]:
         for name in self._names:
