@@ -27,7 +27,9 @@ class FlatMuon:
     """Muon for matrices, AdamW for everything else.
 
     A tensor of three dimensions is a stack of matrices, such as the experts of a mixture: each is made orthogonal by
-    itself. torch's Newton-Schulz runs in bfloat16, whose rounding is in the weights' last moves; momentum is float32.
+    itself. torch's Newton-Schulz runs in bfloat16, whose rounding is in every move; momentum is float32. It takes the
+    matrices one by one: those of an adapter of rank 16 about 0.4 ms each on a CPU, nine times what AdamW does. As one
+    batched product a shape it would be five times faster, and for small matrices not torch's numbers.
 
     Args:
         weights: the flat buffer, stepped in place.
