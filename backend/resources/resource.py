@@ -34,6 +34,7 @@ class Resource:
     tokenizer_dir: Path | None
     create_time_s: float
     num_sessions: int = 0
+    full_weights_session: str = ""
 
     @property
     def model(self) -> ModelInfo:
@@ -53,6 +54,7 @@ class Resource:
             max_seq_length=self.model.limits.max_seq_length,
             vocab_size=self.model.limits.vocab_size,
             num_sessions=self.num_sessions,
+            full_weights_session=self.full_weights_session,
         )
 
     async def close(self) -> None:

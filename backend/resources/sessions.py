@@ -19,7 +19,14 @@ from backend.operations.session import Session
 from backend.resources.new_session import NewSession, fill_configuration
 from backend.resources.resource import Resource, resource_id
 from backend.resources.resources import Resources
-from backend.trainer.base import ADAMW, LoraConfig, OptimizerConfig, Trainer, WeightsConfig
+from backend.trainer.base import (
+    ADAMW,
+    FullConfig,
+    LoraConfig,
+    OptimizerConfig,
+    Trainer,
+    WeightsConfig,
+)
 from backend.trainer.checks import check_lora
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import operations_pb2
@@ -187,6 +194,8 @@ class Sessions:
         self._running[session_id] = session
         self._digests[session_id] = digest
         resource.num_sessions += 1
+        if isinstance(weights, FullConfig):
+            resource.full_weights_session = session_id
         log.info("session %s started on %r: %s", session_id, base_model, _described(weights))
         return session
 
@@ -245,6 +254,8 @@ class Sessions:
         await resource.executor.stop_session(session)
         await resource.thread.call(resource.trainer.delete_session, session.id)
         resource.num_sessions -= 1
+        if resource.full_weights_session == session.id:
+            resource.full_weights_session = ""
         await self._journal.forget_requests(session.id)
         await self._put(session)
         del self._running[session.id], self._digests[session.id]

@@ -172,8 +172,8 @@ def check_room_for_full_weights(running: Sequence[str], model: str) -> None:
     if running:
         raise fail(
             Reason.RESOURCE_EXHAUSTED,
-            f"Session {running[0]!r} trains the full weights of {model!r}, and one can at a time: close its client or stop "
-            "it (SessionService.StopSession) first, or train with LoRA, which any number of sessions can.",
+            f"Session {running[0]!r} trains the full weights of {model!r}, and one can at a time: close its client or "
+            "stop it (SessionService.StopSession) first, or train with LoRA, which any number of sessions can.",
             session=running[0],
             base_model=model,
         )

@@ -14,9 +14,10 @@ from backend.generator.bigram import BigramGenerator
 from backend.resources.residency import MAX_RESIDENT_FULL, Residency
 from backend.trainer import bigram
 from backend.trainer.base import FullWeights, Weights
-from tests.services.harness import MODEL, Caller, Run, Running, refusal, serving
+from tests.services.harness import MODEL, Caller, Run, Running, refusal, serving, wait_until
 from together_post_training.v1 import (
     checkpoints_pb2,
+    model_resources_pb2,
     operations_pb2,
     sessions_pb2,
 )
@@ -68,8 +69,17 @@ def test_second_session_of_full_weights_is_refused_until_the_first_is_stopped(ow
     assert first.id in refused.message
     assert refused.metadata["session"] == first.id
     own.session().train(TOKENS)  # LoRA goes on beside it.
+    request = model_resources_pb2.ListModelResourcesRequest()
+
+    def holder() -> str:
+        (resource,) = own.resources.ListModelResources(request).model_resources
+        return resource.full_weights_session
+
+    assert holder() == first.id
     stop(own, first)
+    wait_until(lambda: not holder())
     second = full_session(own)
+    assert holder() == second.id
     np.testing.assert_array_equal(second.logprobs(TOKENS), own.session().logprobs(TOKENS))
 
 
