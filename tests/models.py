@@ -18,9 +18,18 @@ _INIT_STD = 0.5
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _SPECIAL = {
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    # Its first layer has no experts.
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "gpt2": {"n_inner": 48},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "olmo3": {"sliding_window": 8},
     "olmoe": _EXPERTS,
     "phi3": {"sliding_window": 8},
     # Its first layer has no experts.

@@ -42,6 +42,7 @@ class Family:
 _SEPARATE_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SEPARATE_MLP = ("gate_proj", "up_proj", "down_proj")
 _DENSE = Family(attn=_SEPARATE_ATTENTION, mlp=_SEPARATE_MLP)
+_FUSED_MLP = Family(attn=_SEPARATE_ATTENTION, mlp=("gate_up_proj", "down_proj"))
 _EXPERTS = Family(
     attn=_SEPARATE_ATTENTION,
     mlp=_SEPARATE_MLP,
@@ -49,11 +50,15 @@ _EXPERTS = Family(
 )
 
 # Those that the tests compare with plain transformers and PEFT.
+_DENSE_TYPES = (
+    *("gemma", "gemma3_text", "llama", "mistral", "olmo", "olmo2", "olmo3"),
+    *("qwen2", "qwen3", "seed_oss", "smollm3"),
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    dict.fromkeys(("gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"), _DENSE)
-    | dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
+    dict.fromkeys(_DENSE_TYPES, _DENSE)
+    | dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
+    | dict.fromkeys(("glm", "glm4"), _FUSED_MLP)
     | {
-        "glm4": Family(attn=_SEPARATE_ATTENTION, mlp=("gate_up_proj", "down_proj")),
         "gpt2": Family(attn=("attn.c_attn", "attn.c_proj"), mlp=("mlp.c_fc", "mlp.c_proj")),
         "phi": Family(attn=("q_proj", "k_proj", "v_proj", "dense"), mlp=("fc1", "fc2")),
         "phi3": Family(attn=("qkv_proj", "o_proj"), mlp=("gate_up_proj", "down_proj")),
