@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from backend.generator.kv_cache import Pool, Row
 
 NAME = "together_generator"
+CPU = torch.device("cpu")
 
 # Queries per block where a window is shorter than the prompt: bounds the mask to (block, block + window).
 _WINDOW_BLOCK = 512
@@ -53,16 +54,21 @@ class PrefillPlan:
         prompts: for each, its number of tokens and the rows to fill.
     """
 
-    def __init__(self, prompts: Sequence[tuple[int, Sequence[Row]]]) -> None:
+    def __init__(
+        self, prompts: Sequence[tuple[int, Sequence[Row]]], device: torch.device = CPU
+    ) -> None:
         self._spans: list[tuple[int, int]] = []
         start = 0
         for length, _ in prompts:
             self._spans.append((start, start + length))
             start += length
         self._stores = _stores(
-            (row, span)
-            for (_, rows), span in zip(prompts, self._spans, strict=True)
-            for row in rows
+            [
+                (row, span)
+                for (_, rows), span in zip(prompts, self._spans, strict=True)
+                for row in rows
+            ],
+            device,
         )
 
     def attend(
@@ -96,7 +102,9 @@ class DecodePlan:
         lengths: of the samples, the new token included.
     """
 
-    def __init__(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], lengths: Sequence[int], device: torch.device = CPU
+    ) -> None:
         members: dict[Pool, list[int]] = {}
         for i, row in enumerate(rows):
             members.setdefault(row.pool, []).append(i)
@@ -104,7 +112,7 @@ class DecodePlan:
         for pool, order in members.items():
             order.sort(key=lambda i: rows[i].index)
             assert len(order) == len(pool.rows)
-            self._groups.append(_Group(pool, order, [lengths[i] for i in order]))
+            self._groups.append(_Group(pool, order, [lengths[i] for i in order], device))
 
     def attend(
         self,
@@ -130,13 +138,16 @@ class DecodePlan:
 class _Group:
     """The samples whose rows share a pool, in the order of their rows."""
 
-    def __init__(self, pool: Pool, order: list[int], lengths: list[int]) -> None:
+    def __init__(
+        self, pool: Pool, order: list[int], lengths: list[int], device: torch.device
+    ) -> None:
         self._pool = pool
         self.is_in_order = order == list(range(len(order)))
-        self.order = torch.tensor(order)
-        self._lengths = torch.tensor(lengths)
+        self.order = torch.tensor(order, device=device)
+        self._lengths = torch.tensor(lengths, device=device)
         self._longest = max(lengths)
-        self._places = torch.arange(len(order)) * pool.capacity + self._lengths - 1
+        rows = torch.arange(len(order), device=device)
+        self._places = rows * pool.capacity + self._lengths - 1
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -155,12 +166,13 @@ class _Group:
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(n, 1, 1, longest): 0 where a sample's token sees, -inf elsewhere."""
         if window not in self._masks:
-            positions = torch.arange(self._longest)
+            positions = torch.arange(self._longest, device=self._lengths.device)
             lengths = self._lengths[:, None]
             hidden = positions >= lengths
             if window is not None:
                 hidden |= positions < lengths - window
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask.masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
 
@@ -180,16 +192,16 @@ class _Store:
         self.pool.write(layer, self.places, keys_T, values_T)
 
 
-def _stores(targets: Iterable[tuple[Row, tuple[int, int]]]) -> list[_Store]:
+def _stores(targets: Iterable[tuple[Row, tuple[int, int]]], device: torch.device) -> list[_Store]:
     by_pool: dict[Pool, list[tuple[Row, tuple[int, int]]]] = {}
     for row, span in targets:
         by_pool.setdefault(row.pool, []).append((row, span))
     stores = []
     for pool, entries in by_pool.items():
-        sources = torch.cat([torch.arange(*span) for _, span in entries])
+        sources = torch.cat([torch.arange(*span, device=device) for _, span in entries])
         places = torch.cat(
             [
-                torch.arange(stop - start) + row.index * pool.capacity
+                torch.arange(stop - start, device=device) + row.index * pool.capacity
                 for row, (start, stop) in entries
             ]
         )
@@ -210,7 +222,8 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int)
     for start in range(0, num_tokens, _WINDOW_BLOCK):
         stop = min(start + _WINDOW_BLOCK, num_tokens)
         first = max(0, start - window + 1)
-        distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
+        queries = torch.arange(start, stop, device=q.device)
+        distance = queries[:, None] - torch.arange(first, stop, device=q.device)
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
             *_grouped(q[:, start:stop], k[:, first:stop], v[:, first:stop]),

@@ -52,6 +52,7 @@ class EmbeddedGenerator:
         runner = ModelRunner(base)
         check_equals_transformers(base, runner)
         self._adapted = runner.adapted
+        self._device = base.device
         self._decode = load_decoder(base.tokenizer_dir)
         self._snapshots: dict[str, SnapshotWeights] = {}
         self._is_closed = False
@@ -80,7 +81,9 @@ class EmbeddedGenerator:
         if isinstance(weights, FullWeights):
             self._full.add(snapshot, weights)
             return
-        self._snapshots[snapshot] = snapshot_weights(weights, self._adapted(weights.lora))
+        self._snapshots[snapshot] = snapshot_weights(
+            weights, self._adapted(weights.lora), self._device
+        )
 
     def drop_snapshot(self, snapshot: str) -> None:
         if snapshot in self._full:
@@ -140,7 +143,7 @@ class EmbeddedGenerator:
 
 
 def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
-    per_token = bytes_per_token(base.module.config)
+    per_token = bytes_per_token(base.module.config, base.dtype)
     window = capacity_for(base.info.limits.max_seq_length)
     if cache_bytes < window * per_token:
         raise ValueError(

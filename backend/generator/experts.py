@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backend.generator.linear import linear
-from backend.generator.lora import Routes
+from backend.generator.lora import Routes, add_product
 from backend.trainer.experts import Dispatch, dispatch
 
 
@@ -40,8 +40,8 @@ class RoutedExperts(nn.Module):
             if pair is not None:
                 a_t, b_t = pair
                 for expert, lo, hi in sent.ranges_of(span.start, span.stop):
-                    low = x_SI[lo:hi].mm(a_t[expert])
-                    y_SO[lo:hi].addmm_(low, b_t[expert], alpha=span.weights.scale)
+                    pieces = y_SO[lo:hi], x_SI[lo:hi], a_t[expert], b_t[expert]
+                    add_product(*pieces, span.weights.scale)
         return y_SO
 
 

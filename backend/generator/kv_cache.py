@@ -165,8 +165,8 @@ def capacity_for(num_tokens: int) -> int:
     return max(_SMALLEST_CAPACITY, 1 << (num_tokens - 1).bit_length())
 
 
-def bytes_per_token(config: PretrainedConfig) -> int:
-    """What a token takes in the cache, in float32."""
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """What a token takes in the cache."""
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * num_heads * dim * 2 * torch.float32.itemsize
+    return config.num_hidden_layers * num_heads * dim * 2 * dtype.itemsize

@@ -69,9 +69,17 @@ class RoutedLinear(nn.Module):
         for span in self._routes.spans:
             pair = span.weights.pairs.get(self._path)
             if pair is not None:
-                a_t, b_t = pair
-                low = x_T[span.start : span.stop].mm(a_t)
-                y_T[span.start : span.stop].addmm_(low, b_t, alpha=span.weights.scale)
+                rows = slice(span.start, span.stop)
+                add_product(y_T[rows], x_T[rows], *pair, span.weights.scale)
+
+
+def add_product(y: Tensor, x: Tensor, a_t: Tensor, b_t: Tensor, scale: float) -> None:
+    """y += scale * (x A^T) B^T, in float32 and rounded once where y is kept in fewer bits."""
+    low = x.to(a_t.dtype).mm(a_t)
+    if y.dtype == b_t.dtype:
+        y.addmm_(low, b_t, alpha=scale)
+    else:
+        y.add_(low.mm(b_t), alpha=scale)
 
 
 def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) -> None:
@@ -80,8 +88,10 @@ def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) 
         module.set_submodule(path, RoutedLinear(layer, path, routes))
 
 
-def snapshot_weights(adapter: Adapter, layers: Sequence[Layer]) -> SnapshotWeights:
-    """Copies an adapter of these layers.
+def snapshot_weights(
+    adapter: Adapter, layers: Sequence[Layer], device: torch.device | None = None
+) -> SnapshotWeights:
+    """Copies an adapter of these layers, to the device that computes with it.
 
     Raises:
         PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming a tensor that is missing, unexpected or misshapen.
@@ -91,7 +101,8 @@ def snapshot_weights(adapter: Adapter, layers: Sequence[Layer]) -> SnapshotWeigh
     for layer in layers:
         shapes = layer.shapes(adapter.lora.rank)
         a, b = (
-            _take(tensors, name, shape) for name, shape in zip(layer.tensors, shapes, strict=True)
+            _take(tensors, name, shape, device)
+            for name, shape in zip(layer.tensors, shapes, strict=True)
         )
         if layer.num_experts:
             a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts).contiguous()
@@ -101,13 +112,15 @@ def snapshot_weights(adapter: Adapter, layers: Sequence[Layer]) -> SnapshotWeigh
     return SnapshotWeights(pairs=pairs, scale=adapter.lora.scale)
 
 
-def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int]) -> Tensor:
+def _take(
+    tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int], device: torch.device | None
+) -> Tensor:
     array = tensors.pop(name, None)
     if array is None:
         raise _incompatible(name, "is missing")
     if array.shape != shape:
         raise _incompatible(name, f"has shape {list(array.shape)}, must have {list(shape)}")
-    return torch.tensor(array, dtype=torch.float32)
+    return torch.tensor(array, dtype=torch.float32, device=device)
 
 
 def _incompatible(name: str, what: str):

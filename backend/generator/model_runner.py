@@ -18,7 +18,7 @@ from backend.trainer.targets import Layer
 class ModelRunner:
     """A view of the base model with this engine's attention and adapters. Shares all weights with other views.
 
-    Owned by the engine's thread.
+    Owned by the engine's thread. What it is given lies on `device`.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -30,6 +30,7 @@ class ModelRunner:
             self._layers = targets.layers_of(view)
             experts.install(view, targets.expert_modules(view), self._routes)
             install(view, targets.linear_layers(view), self._routes)
+        self.device = base.device
         self._body = view.base_model
         head = view.get_output_embeddings()
         assert head is not None
@@ -50,7 +51,7 @@ class ModelRunner:
         spans: Sequence[Span],
         plan: attention.Plan,
     ) -> Tensor:
-        """The last layer's normalised output, float32 (T, H). `spans`: which of the T tokens have adapters."""
+        """The last layer's normalised output, (T, H). `spans`: which of the T tokens have adapters."""
         with self._routed(spans):
             out = self._body(
                 input_ids=tokens_T[None],
@@ -63,7 +64,7 @@ class ModelRunner:
     def logits(self, hidden_NH: Tensor, spans: Sequence[Span]) -> Tensor:
         """float32 (N, V). `spans`: which of the N rows have adapters."""
         with self._routed(spans):
-            return self._head(hidden_NH)
+            return self._head(hidden_NH.float())
 
     @contextmanager
     def _routed(self, spans: Sequence[Span]) -> Iterator[None]:

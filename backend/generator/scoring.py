@@ -40,7 +40,7 @@ def score_prompt(
         here = slice(start, min(start + chunk_rows, len(tokens_T)))
         logits = head(hidden_TH[start - 1 : here.stop - 1])
         chosen = logits.gather(1, tokens_T[here, None])[:, 0]
-        logprobs[here] = (chosen - logits.logsumexp(dim=1)).numpy()
+        logprobs[here] = (chosen - logits.logsumexp(dim=1)).cpu().numpy()
         if k:
             some = torch_sampling.topk(logits, k)
             token_ids[here], best[here] = some.token_ids, some.logprobs

@@ -36,7 +36,7 @@ class Job:
         self.call = call
         self.weights = weights
         self.future: Future[SampleResult] = Future()
-        self.prompt = torch.tensor(call.prompt, dtype=torch.int64)
+        self.prompt = torch.tensor(call.prompt, dtype=torch.int64, device="cpu")
         self.needs_scores = call.prompt_logprobs or call.topk_prompt_logprobs > 0
         self.scores: tuple[np.ndarray, Topk | None] = (np.empty(0), None)
         num_samples = call.num_samples if call.max_tokens else 0
@@ -105,7 +105,7 @@ class Sample:
     def all_tokens(self) -> Tensor:
         if not self.tokens:
             return self.job.prompt
-        return torch.cat([self.job.prompt, torch.tensor(self.tokens)])
+        return torch.cat([self.job.prompt, torch.tensor(self.tokens, device="cpu")])
 
     def next_uniform(self) -> float:
         return self._stream.uniform(len(self.tokens))

@@ -45,11 +45,14 @@ class Stepper:
         # Neighbours with one adapter are computed together.
         prefills = sorted(prefills, key=lambda p: id(p.job.weights))
         lengths = [len(p.tokens) for p in prefills]
+        device = self._runner.device
         hidden_TH = self._runner.hidden(
-            torch.cat([p.tokens for p in prefills]),
-            torch.cat([torch.arange(n) for n in lengths]),
+            torch.cat([p.tokens for p in prefills]).to(device),
+            torch.cat([torch.arange(n, device=device) for n in lengths]),
             _spans([p.job.weights for p in prefills], lengths),
-            PrefillPlan([(len(p.tokens), [s.held_row for s in p.samples]) for p in prefills]),
+            PrefillPlan(
+                [(len(p.tokens), [s.held_row for s in p.samples]) for p in prefills], device
+            ),
         )
         samples, last = [], []
         for prefill, hidden in zip(prefills, hidden_TH.split(lengths), strict=True):
@@ -62,11 +65,12 @@ class Stepper:
         """Draws the next token of every running sample; the cache holds no other rows than theirs."""
         running = sorted(running, key=_order)
         lengths = [sample.num_tokens for sample in running]
+        device = self._runner.device
         hidden_BH = self._runner.hidden(
-            torch.tensor([sample.tokens[-1] for sample in running]),
-            torch.tensor(lengths) - 1,
+            torch.tensor([sample.tokens[-1] for sample in running], device=device),
+            torch.tensor(lengths, device=device) - 1,
             _spans([sample.job.weights for sample in running], [1] * len(running)),
-            DecodePlan([sample.held_row for sample in running], lengths),
+            DecodePlan([sample.held_row for sample in running], lengths, device),
         )
         return self._draw(running, hidden_BH)
 
@@ -76,7 +80,7 @@ class Stepper:
             return
         job.scores = score_prompt(
             hidden_TH,
-            prefill.tokens,
+            prefill.tokens.to(hidden_TH.device),
             lambda rows: self._runner.logits(rows, _spans([job.weights], [len(rows)])),
             chunk_rows=self._chunk_rows,
             k=job.call.topk_prompt_logprobs,

@@ -24,14 +24,14 @@ def draw(logits_BV: Tensor, controls: Controls, uniforms: Array) -> tuple[Array,
     """See `sampling.draw`, which also draws the rows that are truncated here, and all if one is not sound."""
     peaks = logits_BV.amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(peaks).all()):
-        return sampling.draw(logits_BV.numpy(), controls, uniforms)
+        return sampling.draw(logits_BV.cpu().numpy(), controls, uniforms)
     # In place: a fresh array of this size costs more to map into memory than to compute.
     masses = _blocks((logits_BV - peaks).exp_())
     sums = masses.sum(dim=2, dtype=torch.float64)
     tokens = _draw_tokens(logits_BV, masses, sums, controls, uniforms)
     chosen = (logits_BV.gather(1, tokens[:, None]) - peaks)[:, 0]
     logprobs = chosen.double() - sums.sum(dim=1).log()
-    return tokens.numpy(), logprobs.numpy()
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
 def topk(logits_NV: Tensor, k: int) -> Topk:
@@ -41,11 +41,11 @@ def topk(logits_NV: Tensor, k: int) -> Topk:
     logprobs = values - logits_NV.logsumexp(dim=1, keepdim=True)
     token_ids = np.zeros((len(ids), k), np.int32)
     best = np.full((len(ids), k), sampling.ABSENT_LOGPROB, np.float32)
-    token_ids[:, :num_kept] = ids[:, :k].numpy()
-    best[:, :num_kept] = logprobs[:, :k].numpy()
-    tied = (values[:, 1:] == values[:, :-1]).any(dim=1).numpy()
+    token_ids[:, :num_kept] = ids[:, :k].cpu().numpy()
+    best[:, :num_kept] = logprobs[:, :k].cpu().numpy()
+    tied = (values[:, 1:] == values[:, :-1]).any(dim=1).cpu().numpy()
     if tied.any():
-        exact = sampling.topk(logits_NV.numpy()[tied], k)
+        exact = sampling.topk(logits_NV.cpu().numpy()[tied], k)
         token_ids[tied], best[tied] = exact.token_ids, exact.logprobs
     return Topk(token_ids=token_ids, logprobs=best)
 
@@ -59,28 +59,32 @@ def _draw_tokens(
     greedy = controls.temperature == 0
     plain = keeps_all & (controls.temperature == 1)
     if plain.all():
-        return _invert(masses, sums, torch.from_numpy(uniforms))
+        return _invert(masses, sums, _numbers(uniforms, logits))
     tempered, truncated = keeps_all & ~plain & ~greedy, ~keeps_all & ~greedy
-    tokens = torch.empty(len(logits), dtype=torch.int64)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if (rows := np.flatnonzero(plain)).size:
-        tokens[rows] = _invert(masses[rows], sums[rows], torch.from_numpy(uniforms[rows]))
+        tokens[rows] = _invert(masses[rows], sums[rows], _numbers(uniforms[rows], logits))
     if (rows := np.flatnonzero(greedy)).size:
         tokens[rows] = logits[rows].argmax(dim=1)
     if (rows := np.flatnonzero(tempered)).size:
         tokens[rows] = _tempered(logits[rows], controls.temperature[rows], uniforms[rows])
     if (rows := np.flatnonzero(truncated)).size:
-        drawn, _ = sampling.draw(logits[rows].numpy(), _only(controls, rows), uniforms[rows])
-        tokens[rows] = torch.from_numpy(drawn)
+        drawn, _ = sampling.draw(logits[rows].cpu().numpy(), _only(controls, rows), uniforms[rows])
+        tokens[rows] = torch.from_numpy(drawn).to(logits.device)
     return tokens
 
 
 def _tempered(logits: Tensor, temperature: Array, uniforms: Array) -> Tensor:
     # Any lower, and only the maximum has mass, as here; float32 could not hold the quotients.
-    divisor = torch.from_numpy(np.maximum(temperature, _LOWEST_TEMPERATURE)).float()
+    divisor = _numbers(np.maximum(temperature, _LOWEST_TEMPERATURE), logits).float()
     shifted = logits - logits.amax(dim=1, keepdim=True)
     masses = _blocks(shifted.div_(divisor[:, None]).exp_())
     sums = masses.sum(dim=2, dtype=torch.float64)
-    return _invert(masses, sums, torch.from_numpy(uniforms))
+    return _invert(masses, sums, _numbers(uniforms, logits))
+
+
+def _numbers(array: Array, like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device)
 
 
 def _only(controls: Controls, rows: Array) -> Controls:

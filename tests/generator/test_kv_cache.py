@@ -116,4 +116,5 @@ def test_bytes_per_token_counts_keys_and_values_of_all_layers():
     config = LlamaConfig(
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
     )
-    assert bytes_per_token(config) == 3 * 2 * 8 * 2 * 4
+    assert bytes_per_token(config, torch.float32) == 3 * 2 * 8 * 2 * 4
+    assert bytes_per_token(config, torch.bfloat16) == 3 * 2 * 8 * 2 * 2
