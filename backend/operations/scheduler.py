@@ -24,7 +24,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-QUANTUM_TOKENS = 4096
+# Small: turns change often, so that nobody waits for another's long row of small operations.
+QUANTUM_TOKENS = 64
 
 
 class Kind(Enum):
@@ -79,7 +80,7 @@ class Scheduler(Generic[T]):
     def __init__(self, *, merge_tokens: int = 0, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         self._merge_tokens = merge_tokens
         self._quantum = quantum_tokens
-        self._max_debt = max(quantum_tokens, merge_tokens)
+        self._max_debt = quantum_tokens + merge_tokens
         # In the order of their turns.
         self._lanes: OrderedDict[str, _Lane[T]] = OrderedDict()
 

@@ -42,8 +42,9 @@ MODEL = "builtin:bigram16"
 class WatchedTrainer(bigram.BigramTrainer):
     """Waits where a test tells it to, fails where a test tells it to, and writes down what it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, merge_tokens: int = 0) -> None:
         super().__init__(bigram.load(MODEL))
+        self._merge_tokens = merge_tokens
         self.gate = threading.Event()
         self.gate.set()
         self.started = threading.Event()
@@ -52,6 +53,10 @@ class WatchedTrainer(bigram.BigramTrainer):
         self.passes: list[Pass] = []
         # The sessions of each call: ("pass", "a", "b"), ("step", "a").
         self.calls: list[tuple[str, ...]] = []
+
+    @property
+    def merge_tokens(self) -> int:
+        return self._merge_tokens
 
     def run(self, work: Pass) -> PassResult:
         self.calls.append(("pass", work.session))
@@ -128,14 +133,14 @@ async def bench(
     merge_tokens: int = 0,
 ) -> AsyncIterator[Bench]:
     kept = journal or MemoryJournal()
-    trainer, thread = WatchedTrainer(), TrainerThread("test")
+    trainer, thread = WatchedTrainer(merge_tokens), TrainerThread("test")
     registry = OperationRegistry(kept, lambda: 1000.0)
     with tempfile.TemporaryDirectory() as directory:
         checkpoints = CheckpointStore(Path(directory), lambda: 1000.0)
         actions = TrainerActions(trainer, thread, Publisher(), checkpoints, lambda: 1000.0)
         deaths: list[bool] = []
         executor = Executor(
-            actions, registry, lambda: deaths.append(True), merge_tokens=merge_tokens
+            actions, registry, lambda: deaths.append(True), merge_tokens=trainer.merge_tokens
         )
         executor.start()
         yield Bench(

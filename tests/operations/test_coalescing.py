@@ -90,7 +90,7 @@ def test_executor_runs_steps_first_and_no_pass_before_its_own_sessions_step():
             ("pass", "a", "b", "c"),
             ("step", "a"),
             ("step", "c"),
-            ("pass", "a", "b", "c"),
+            ("pass", "b", "c", "a"),
             ("step", "b"),
         ]
 

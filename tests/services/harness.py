@@ -229,9 +229,9 @@ def serving(
 
 
 @contextmanager
-def serving_watched(store: Path, **config: Any) -> Iterator[Running]:
+def serving_watched(store: Path, *, merge_tokens: int = 0, **config: Any) -> Iterator[Running]:
     """With a trainer that waits and fails where the test says so."""
-    trainer = WatchedTrainer()
+    trainer = WatchedTrainer(merge_tokens)
     generator = WatchedGenerator(bigram.load(MODEL))
 
     def engines(name: str, path: str) -> Engines:
