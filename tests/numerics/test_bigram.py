@@ -110,6 +110,25 @@ def test_training_equals_autograd_and_torch_adamw(
     np.testing.assert_allclose(tensors[LORA_B], twin.b.detach(), atol=2e-6)
 
 
+@pytest.mark.parametrize("agg_type", ["TOKEN_MEAN", "SEQUENCE_MEAN", "FIXED_HORIZON"])
+def test_grpo_is_divided_by_the_whole_pass(agg_type: str):
+    base = model()
+    trainer = base.trainer()
+    trainer.create_session("s", LORA)
+    twin = TorchBigram(base, trainer, "s")
+    batch = [random_sample(seed, "grpo") for seed in range(3)]
+    given = {"agg_type": agg_type, "horizon": 4.0}
+    result = trainer.run(Pass(session="s", samples=batch, loss="grpo", params=given))
+    # Every position has a weight.
+    denominator = 18.0 if agg_type == "TOKEN_MEAN" else 3.0
+    params = {**losses.complete_params("grpo", given), "denominator": denominator}
+    total = sum(
+        references.terms("grpo", twin.logprobs(one), one.inputs, params).sum().item()
+        for one in batch
+    )
+    assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+
+
 def test_bigram16_is_the_closed_form():
     table = load("builtin:bigram16").logprobs(None)
     hit = 4 - np.log(np.exp(4) + 15)

@@ -88,6 +88,8 @@ def test_few_positions_or_none_with_an_advantage_are_not_judged():
     batch = [policy_sample(off[:9]), policy_sample(off, advantages), policy_sample(off)]
     logprobs = [current[:9], current, current]
     assert alignment_report(batch, logprobs)[LOGPROBS] == 1
+    # Eight are enough.
+    assert alignment_report([policy_sample(off[:10])], [current[:10]])[LOGPROBS] == 1
 
 
 # What the warning says
