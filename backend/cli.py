@@ -6,21 +6,25 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from backend import doctor, transfer
 from backend.config import DEFAULT_PORT, DEFAULT_STORE, ServerConfig
 from backend.resources.catalog import ModelSpec, parse_spec
+from backend.resources.engines import EngineOptions
 from together_post_training.errors import PostTrainingError
 
 if TYPE_CHECKING:
     from backend.server import Server
+
+T = TypeVar("T", int, float)
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +168,20 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         models=tuple(options.model),
         load_on_demand=options.load_on_demand,
         deterministic=options.deterministic,
+        engines=_engine_options(options),
         durability=options.durability,
         gap_timeout_s=options.gap_timeout,
         grace_s=options.grace,
+    )
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    memory_gib = options.activation_memory
+    return EngineOptions(
+        dtype=options.dtype,
+        device=options.device,
+        token_budget=options.token_budget,
+        activation_bytes=None if memory_gib is None else int(memory_gib * 2**30),
     )
 
 
@@ -187,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_what_to_serve(serve)
+    _add_how_to_compute(serve)
     _add_where_to_listen(serve)
     _add_how_to_end(serve)
     transfer.add_commands(commands, _model)
@@ -226,6 +242,46 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         default="process",
         help="what acknowledged work survives: the end of the process, or also a power failure (slower)",
     )
+
+
+def _add_how_to_compute(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="what the model's weights are kept in; auto: float32 on a CPU, bfloat16 on a GPU. On a CPU bfloat16 "
+        "halves their memory and computes in float32; adapters and log-probabilities are float32 always",
+    )
+    serve.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU if it has one",
+    )
+    serve.add_argument(
+        "--token-budget",
+        type=_positive(int),
+        metavar="N",
+        help="tokens that go through the trainer at once, unless a single sample has more; None: by what memory is "
+        "free, at most 1024 on a CPU",
+    )
+    serve.add_argument(
+        "--activation-memory",
+        type=_positive(float),
+        metavar="GIB",
+        help="memory for what a pass keeps for its backward pass; layers of samples that need more are computed twice; "
+        "None: half of what is free at the start",
+    )
+
+
+def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: it must be above 0")
+        return value
+
+    return parse
 
 
 def _add_where_to_listen(serve: argparse.ArgumentParser) -> None:

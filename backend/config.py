@@ -7,6 +7,7 @@ from pathlib import Path
 
 from backend.operations.database import Durability
 from backend.resources.catalog import ModelSpec
+from backend.resources.engines import DEFAULT_OPTIONS, EngineOptions
 
 DEFAULT_PORT = 50051
 DEFAULT_STORE = Path("~/.local/share/together-post-training")
@@ -29,6 +30,8 @@ class ServerConfig:
     deterministic: bool = False
     """Run the passes of each session alone: its numbers are then, to the bit, those of a session that had the server
     for itself, whatever others do."""
+    engines: EngineOptions = DEFAULT_OPTIONS
+    """How they compute, and in how much memory."""
     durability: Durability = "process"
     """What acknowledged work survives: the death of the server's process, or also of its machine."""
     gap_timeout_s: float = 60.0

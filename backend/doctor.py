@@ -14,6 +14,7 @@ _SERVER = (
     "torch",
     "transformers",
     "peft",
+    "psutil",
     "safetensors",
     "grpcio-health-checking",
     "grpcio-reflection",
@@ -31,6 +32,8 @@ def run(out: TextIO) -> int:
     policy = os.environ.get("OMP_WAIT_POLICY", "not set; the server sets PASSIVE for itself")
     print(f"OMP_WAIT_POLICY: {policy}", file=out)
     missing = [package for package in _SERVER if _version(package) is None]
+    if not missing:
+        print(f"engines: {_describe_engines()}", file=out)
     if missing:
         print(
             f"A server needs {', '.join(missing)}: pip install 'together-post-training[server]'",
@@ -44,6 +47,18 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _describe_engines() -> str:
+    """What `serve` chooses by itself; how many tokens fit depends on the model, and is logged when it is loaded."""
+    from backend.trainer import base_model, memory
+
+    device = base_model.find_device()
+    free = memory.available_bytes(device)
+    return (
+        f"on {device} (--device), weights in {base_model.default_dtype(device)} (--dtype); {memory.gib(free)} free, "
+        f"{memory.gib(memory.default_activation_bytes(free))} of it for activations (--activation-memory)"
+    )
 
 
 def _describe_import() -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -16,8 +17,9 @@ from backend.config import ServerConfig
 from backend.operations.intake import Intake
 from backend.operations.registry import OperationRegistry, mark_failed
 from backend.operations.sqlite_journal import SqliteJournal
+from backend.resources import engines
 from backend.resources.catalog import Catalog, ModelSpec
-from backend.resources.engines import OpenEngines, open_engines
+from backend.resources.engines import OpenEngines
 from backend.resources.resource import Resource, ResourceFactory
 from backend.resources.resources import Resources
 from backend.resources.sequence_records import SequenceRecords
@@ -55,7 +57,7 @@ class Server:
         self,
         config: ServerConfig,
         *,
-        open_engines: OpenEngines = open_engines,
+        open_engines: OpenEngines | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +76,8 @@ class Server:
         self._checkpoints = CheckpointStore(self._store.checkpoints, clock)
         self._registry = OperationRegistry(self._journal, clock)
         self._intake = Intake(self._registry, self._journal, clock)
-        self._factory = self._make_factory(open_engines)
+        open_configured = partial(engines.open_engines, options=config.engines)
+        self._factory = self._make_factory(open_engines or open_configured)
         catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
         self._resources = Resources(catalog, self._open_resource)
         self._snapshots = Snapshots(self._journal, self._checkpoints, self._resources)

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from backend.generator.base import Generator
 from backend.resources.builtin import BIGRAM
 from backend.trainer.base import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How the engines of transformers' models compute."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What weights are kept in; auto: float32 on a CPU, bfloat16 on a GPU. Adapters, and weights that are trained
+    whole, are float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    token_budget: int | None = None
+    """Tokens that go through the trainer at once, unless a single sample has more; None: by what memory there is."""
+    activation_bytes: int | None = None
+    """Memory for what a pass keeps for backward; longer samples are computed twice. None: half of what is free."""
+
+
+DEFAULT_OPTIONS = EngineOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +48,7 @@ class Engines:
 OpenEngines = Callable[[str, str], Engines]
 
 
-def open_engines(name: str, path: str) -> Engines:
+def open_engines(name: str, path: str, options: EngineOptions = DEFAULT_OPTIONS) -> Engines:
     """Loads the model; blocks for as long as that takes.
 
     Args:
@@ -36,7 +58,13 @@ def open_engines(name: str, path: str) -> Engines:
     Raises:
         PostTrainingError: MODEL_NOT_FOUND, and what the engines refuse.
     """
-    return _open_bigram(path) if path == BIGRAM.name else _open_torch(name, path)
+    if path != BIGRAM.name:
+        return _open_torch(name, path, options)
+    if options != DEFAULT_OPTIONS:
+        log.warning(
+            "%r has no use for the options of engines: it computes in float64 on the CPU", name
+        )
+    return _open_bigram(path)
 
 
 def _open_bigram(path: str) -> Engines:
@@ -49,14 +77,17 @@ def _open_bigram(path: str) -> Engines:
     )
 
 
-def _open_torch(name: str, path: str) -> Engines:
+def _open_torch(name: str, path: str, options: EngineOptions) -> Engines:
     from backend.generator.embedded import EmbeddedGenerator
     from backend.trainer import base_model
     from backend.trainer.torch_trainer import TorchTrainer
 
-    base = base_model.load(name, path)
+    base = base_model.load(name, path, dtype=options.dtype, device=options.device)
+    trainer = TorchTrainer(
+        base, token_budget=options.token_budget, activation_bytes=options.activation_bytes
+    )
     return Engines(
-        trainer=TorchTrainer(base),
+        trainer=trainer,
         generator=EmbeddedGenerator(base),
         tokenizer_dir=base.tokenizer_dir,
     )

@@ -47,7 +47,7 @@ _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 _WITH_SINKS = ("gpt_oss",)
 
 
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # How a model is kept; "auto": float32 on a CPU, bfloat16 on a GPU. And where.
 DType = Literal["auto", "float32", "bfloat16"]
@@ -129,7 +129,7 @@ def load(
             UNIMPLEMENTED for a feature that the engines do not compute; INVALID_ARGUMENT for a GPU that is not there.
     """
     place = find_device(device)
-    kept = _DTYPES[dtype] or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    kept = default_dtype(place) if dtype == "auto" else _DTYPES[dtype]
     source = path or name
     directory = find(source)
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -156,6 +156,11 @@ def find_device(wanted: Device = "auto") -> torch.device:
             device=wanted,
         )
     return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """What weights are kept in there."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def check_supported(config: PretrainedConfig) -> None:

@@ -92,7 +92,7 @@ class Memory:
         self.device = device
         self._available = available or available_bytes
         free = self._available(device)
-        self.activation_bytes = int(free * _SHARE) if activation_bytes is None else activation_bytes
+        self.activation_bytes = activation_bytes or default_activation_bytes(free)
         self.recompute_above = cost.most_stored(self.activation_bytes)
         most = _MOST_TOKENS[device.type]
         self.token_budget = token_budget or max(_FEWEST_TOKENS, min(most, self.recompute_above))
@@ -141,6 +141,10 @@ def _too_large(num_tokens: int, needed: int, free: int, device: torch.device) ->
 
 
 # What there is
+
+
+def default_activation_bytes(free: int) -> int:
+    return int(free * _SHARE)
 
 
 def available_bytes(device: torch.device) -> int:
