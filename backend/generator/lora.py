@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from backend.generator.linear import linear
+from backend.trainer import targets
 from backend.trainer.base import Adapter
+from backend.trainer.checks import check_adapter
 from backend.trainer.experts import columns_of_b, rows_of_a
 from backend.trainer.targets import Layer
-from together_post_training.errors import Reason, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -94,38 +94,16 @@ def snapshot_weights(
     """Copies an adapter of these layers, to the device that computes with it.
 
     Raises:
-        PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming a tensor that is missing, unexpected or misshapen.
+        PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming tensors that are missing, unexpected or misshapen.
     """
-    tensors = dict(adapter.tensors)
+    check_adapter(adapter, adapter.lora, targets.tensor_shapes(layers, adapter.lora.rank))
     pairs = {}
     for layer in layers:
-        shapes = layer.shapes(adapter.lora.rank)
         a, b = (
-            _take(tensors, name, shape, device)
-            for name, shape in zip(layer.tensors, shapes, strict=True)
+            torch.tensor(adapter.tensors[name], dtype=torch.float32, device=device)
+            for name in layer.tensors
         )
         if layer.num_experts:
             a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts).contiguous()
         pairs[layer.path] = (a.mT, b.mT)
-    for name in tensors:
-        raise _incompatible(name, "belongs to no layer of this model that the adapter trains")
     return SnapshotWeights(pairs=pairs, scale=adapter.lora.scale)
-
-
-def _take(
-    tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int], device: torch.device | None
-) -> Tensor:
-    array = tensors.pop(name, None)
-    if array is None:
-        raise _incompatible(name, "is missing")
-    if array.shape != shape:
-        raise _incompatible(name, f"has shape {list(array.shape)}, must have {list(shape)}")
-    return torch.tensor(array, dtype=torch.float32, device=device)
-
-
-def _incompatible(name: str, what: str):
-    return fail(
-        Reason.INCOMPATIBLE_CHECKPOINT,
-        f"The adapter does not fit this model: tensor {name!r} {what}.",
-        tensor=name,
-    )

@@ -43,7 +43,7 @@ class AdapterSlot:
     ) -> None:
         self.lora = lora
         self._targets = targets.peft_targets(layers)
-        self._layout = FlatLayout(_shapes(lora, layers))
+        self._layout = FlatLayout(targets.tensor_shapes(layers, lora.rank))
         self.weights = nn.Parameter(torch.zeros(self._layout.size))
         # Every tensor of an adapter is a matrix.
         self._optimizer = FlatOptimizer(optimizer, self.weights, self._layout)
@@ -158,13 +158,6 @@ def _adapter(weights: Weights) -> Adapter:
         Reason.INCOMPATIBLE_CHECKPOINT,
         "The checkpoint holds full weights, this session trains an adapter: load it into a session of full weights.",
     )
-
-
-def _shapes(lora: LoraConfig, layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in layers:
-        shapes.update(zip(layer.tensors, layer.shapes(lora.rank), strict=True))
-    return shapes
 
 
 def _draw(by_path: Mapping[str, LoraWeights], seed: int) -> None:

@@ -61,12 +61,7 @@ def merge(module: PreTrainedModel, adapter: Adapter) -> None:
         PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming missing, unexpected or misshapen tensors; nothing is changed.
     """
     layers = targets.select(targets.layers_of(module), module.config.model_type, adapter.lora)
-    shapes = {
-        name: shape
-        for layer in layers
-        for name, shape in zip(layer.tensors, layer.shapes(adapter.lora.rank), strict=True)
-    }
-    check_adapter(adapter, adapter.lora, shapes)
+    check_adapter(adapter, adapter.lora, targets.tensor_shapes(layers, adapter.lora.rank))
     for layer in layers:
         if not layer.num_experts and module.get_submodule(layer.path) is _head(module):
             _untie(module)

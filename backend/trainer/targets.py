@@ -162,6 +162,15 @@ def select(layers: Mapping[str, Layer], model_type: str, lora: LoraConfig) -> li
     ]
 
 
+def tensor_shapes(layers: Sequence[Layer], rank: int) -> dict[str, tuple[int, int]]:
+    """Of an adapter of these layers, by the names in its file."""
+    return {
+        name: shape
+        for layer in layers
+        for name, shape in zip(layer.tensors, layer.shapes(rank), strict=True)
+    }
+
+
 def peft_targets(layers: Sequence[Layer]) -> PeftTargets:
     """How PEFT finds the layers that `select` chose."""
     return PeftTargets(

@@ -35,8 +35,7 @@ def random_adapter(base: BaseModel, *, seed: int, rank: int = 4, size: float = 0
     chosen = targets.select(targets.layers_of(base.module), base.module.config.model_type, lora)
     tensors = {
         name: rng.normal(scale=size, size=shape).astype(np.float32)
-        for layer in chosen
-        for name, shape in zip(layer.tensors, layer.shapes(rank), strict=True)
+        for name, shape in targets.tensor_shapes(chosen, rank).items()
     }
     return Adapter(lora=lora, tensors=tensors, targets=targets.peft_targets(chosen))
 

@@ -63,15 +63,19 @@ def test_snapshots_and_the_base_run_in_one_batch_as_they_do_alone(base_of, gener
 def test_an_adapter_of_some_layers_changes_those_alone(base_of, generator, sample_all):
     base = base_of("qwen3")
     whole = random_adapter(base, seed=5)
-    for part in ("lm_head", "mlp", "q_proj"):
-        some = replace(whole, tensors={n: t for n, t in whole.tensors.items() if part in n})
+    for given in (("lm_head",), ("gate_proj", "up_proj", "down_proj"), ("q_proj",)):
+        some = replace(
+            whole,
+            lora=replace(whole.lora, target_modules=given),
+            tensors={n: t for n, t in whole.tensors.items() if any(part in n for part in given)},
+        )
         module = merged(base, None)
         asked = call(
             random_prompt(12), snapshot=publish(generator, some), max_tokens=0, prompt_logprobs=True
         )
         scored = sample_all(generator, asked)[0].prompt_logprobs
         full = replace(
-            some, tensors={n: some.tensors.get(n, 0 * t) for n, t in whole.tensors.items()}
+            whole, tensors={n: some.tensors.get(n, 0 * t) for n, t in whole.tensors.items()}
         )
         expected = score(merged(base, full), asked.prompt)
         np.testing.assert_allclose(scored, expected, rtol=0, atol=TOLERANCE)

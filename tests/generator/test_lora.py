@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -71,15 +72,14 @@ def test_tensors_that_do_not_fit_are_named():
     a, b = tensor_names("lm_head")
     elsewhere = tensor_names("layers.9.q_proj")[0]
     unfit = {
-        "is missing": ({a: fitting.tensors[a]}, b),
-        "belongs to no layer": ({**fitting.tensors, elsewhere: fitting.tensors[a]}, elsewhere),
-        r"has shape \[2, 4\], must have \[2, 5\]": (
-            {**fitting.tensors, a: fitting.tensors[a][:, 1:]},
-            a,
-        ),
+        f"missing: {b}": {a: fitting.tensors[a]},
+        f"unexpected: {elsewhere}": {**fitting.tensors, elsewhere: fitting.tensors[a]},
+        f"misshapen: {a} is [2, 4], must be [2, 5]": {
+            **fitting.tensors,
+            a: fitting.tensors[a][:, 1:],
+        },
     }
-    for message, (tensors, name) in unfit.items():
-        with pytest.raises(PostTrainingError, match=message) as error:
+    for message, tensors in unfit.items():
+        with pytest.raises(PostTrainingError, match=re.escape(message)) as error:
             snapshot_weights(replace(fitting, tensors=tensors), layers("lm_head"))
         assert error.value.reason is Reason.INCOMPATIBLE_CHECKPOINT
-        assert error.value.metadata["tensor"] == name
