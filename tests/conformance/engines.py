@@ -79,6 +79,12 @@ ENGINES = [
         tolerance=1e-4,
     ),
     Engine(
+        name="torch-qwen3-moe",
+        start=lambda: _torch(lambda directory: models.rand(directory, "qwen3_moe")),
+        is_succ16=False,
+        tolerance=1e-4,
+    ),
+    Engine(
         name="torch-llama-tied",
         start=lambda: _torch(lambda directory: models.rand(directory, "llama", tied=True)),
         is_succ16=False,
