@@ -39,16 +39,21 @@ class AdapterSlot:
     own_model = None
 
     def __init__(
-        self, lora: LoraConfig, layers: Sequence[Layer], optimizer: OptimizerConfig = ADAMW
+        self,
+        lora: LoraConfig,
+        layers: Sequence[Layer],
+        optimizer: OptimizerConfig = ADAMW,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         self.lora = lora
         self._targets = targets.peft_targets(layers)
         self._layout = FlatLayout(targets.tensor_shapes(layers, lora.rank))
-        self.weights = nn.Parameter(torch.zeros(self._layout.size))
+        self.weights = nn.Parameter(torch.zeros(self._layout.size, device=device))
         # Every tensor of an adapter is a matrix.
         self._optimizer = FlatOptimizer(optimizer, self.weights, self._layout)
-        self._pass_gradient = torch.zeros(self._layout.size)
-        self._window_gradient = torch.zeros(self._layout.size)
+        self._pass_gradient = torch.zeros_like(self.weights, requires_grad=False)
+        self._window_gradient = torch.zeros_like(self.weights, requires_grad=False)
         self._has_gradients = False
         # Of the window's passes so far.
         self._num_samples = 0
@@ -169,4 +174,6 @@ def _draw(by_path: Mapping[str, LoraWeights], seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         bound = weights.a.shape[1] ** -0.5
-        weights.a.uniform_(-bound, bound, generator=stream)
+        # On the CPU, whose random numbers are the same everywhere.
+        drawn = torch.empty(weights.a.shape, device="cpu").uniform_(-bound, bound, generator=stream)
+        weights.a.copy_(drawn)

@@ -43,11 +43,11 @@ class Dispatch:
         """(expert, start, stop) of the pairs of these neighbouring tokens: of each expert, they are neighbours too."""
         if start == 0 and stop == self.num_tokens:
             return self.ranges()
-        experts = torch.arange(len(self.bounds) - 1)
-        firsts = torch.tensor(self.bounds[:-1])
-        num_pairs = torch.tensor(self.bounds[1:]) - firsts
+        bounds = torch.tensor(self.bounds, device="cpu")
+        experts = torch.arange(len(self.bounds) - 1, device="cpu")
+        num_pairs = bounds.diff()
         rank = experts.repeat_interleave(num_pairs) * self.num_tokens + self.tokens.cpu()
-        edges = experts[:, None] * self.num_tokens + torch.tensor([start, stop])
+        edges = experts[:, None] * self.num_tokens + torch.tensor([start, stop], device="cpu")
         found = torch.searchsorted(rank, edges).tolist()
         return [(e, lo, hi) for e, (lo, hi) in enumerate(found) if lo < hi]
 

@@ -93,7 +93,7 @@ def _tensors(
     transformers' own conversion says: it is given each value's position in place of the value.
     """
     kind = torch.int32 if parameters.size < 2**31 else torch.int64
-    positions = parameters.views(torch.arange(parameters.size, dtype=kind))
+    positions = parameters.views(torch.arange(parameters.size, dtype=kind, device="cpu"))
     found = revert_weight_conversion(module, positions)
     starts = {name: int(t.reshape(-1)[0]) for name, t in found.items()}
     names = sorted(starts, key=lambda name: starts[name])

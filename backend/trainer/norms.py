@@ -15,7 +15,7 @@ def sum_of_squares(flat: Tensor) -> float:
         return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
     # torch.linalg.vector_norm takes eight times as long on a CPU.
     total = 0.0
-    buffer = torch.empty(min(_VALUES, len(flat)), dtype=torch.float64)
+    buffer = torch.empty(min(_VALUES, len(flat)), dtype=torch.float64, device=flat.device)
     for part in flat.split(_VALUES):
         wide = buffer[: len(part)].copy_(part)
         total += float(torch.dot(wide, wide))

@@ -154,7 +154,9 @@ class PackedModel:
 
     def _check_equals(self, base: BaseModel) -> None:
         """Compares with the model's own forward, one short sequence at a time."""
-        sequences = [torch.arange(n) % base.info.limits.vocab_size for n in _CHECK_LENGTHS]
+        sequences = [
+            torch.arange(n, device="cpu") % base.info.limits.vocab_size for n in _CHECK_LENGTHS
+        ]
         samples = [Sample(tokens=s.numpy(), inputs={"target_tokens": s.numpy()}) for s in sequences]
         row = pack(samples, base.device)
         ours = self.forward(row, [whole_row(row)]).logprobs()

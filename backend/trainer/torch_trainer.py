@@ -143,7 +143,8 @@ class TorchTrainer:
             check_room_for_full_weights(running, self._info.name)
             return FullSlot(self._base, optimizer)
         check_lora(weights, self._info)
-        return AdapterSlot(weights, self._packed.layers(weights), optimizer)
+        layers = self._packed.layers(weights)
+        return AdapterSlot(weights, layers, optimizer, device=self._memory.device)
 
     def _slot(self, session: str) -> Slot:
         slot = self._slots.get(session)
