@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import peft
 import pytest
@@ -161,6 +163,12 @@ def test_dropout_of_experts_is_refused(base_of, given):
     assert "0.1" in message
     assert "experts" in message
     assert chosen(base_of("qwen3_moe"), target_modules=("default",), dropout=0.1)
+
+
+def test_readme_lists_the_architectures():
+    text = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    (listed,) = re.findall(r"architectures \(`model_type`\) (.*?);", text)
+    assert re.split(r", | and ", listed) == sorted(targets.FAMILIES)
 
 
 # What is chosen, trained and saved
