@@ -1,6 +1,7 @@
 """Tinker's optimisers to messages and back. Pure; reads what it is given by attribute.
 
-AdamW and Dimuon have types of their own in Tinker. Muon is reached through the open bases of those types, in `tinker.types.optimizer`:
+AdamW and Dimuon have types of their own in Tinker. Muon is reached through the open bases of those types, which are in
+`tinker.types.optimizer`:
 
     optimizer=OptimizerConfigBase(type="muon", scaling_strategy="original")
     optim_step(OptimParamsBase(type="muon", learning_rate=0.02, momentum=0.95))
