@@ -61,7 +61,7 @@ def save(base: Path, directory: Path, *, dtype=torch.float32, **settings) -> Pef
                 parameter.copy_(values.to(dtype).float())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.save_pretrained(directory)
+        model.save_pretrained(str(directory))
     if dtype != torch.float32:
         path = directory / "adapter_model.safetensors"
         tensors = {name: t.to(dtype) for name, t in load_file(path).items()}

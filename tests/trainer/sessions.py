@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from backend.trainer.base import AdamParams, Trainer, Weights
+from backend.trainer.base import AdamParams, Adapter, Trainer
 from together_post_training.samples import Sample
 
 # A step that moves nothing and leaves the gradient itself as the first moment.
 _SHOW_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0)
 
 
-def random_adapter(trainer: Trainer, session: str, *, seed: int = 0, size: float = 0.2) -> Weights:
+def random_adapter(trainer: Trainer, session: str, *, seed: int = 0, size: float = 0.2) -> Adapter:
     """Of the session's shape, A and B both random: nothing hides behind B = 0."""
     fresh = trainer.weights(session)
+    assert isinstance(fresh, Adapter)
     rng = np.random.default_rng(seed)
     tensors = {
         name: rng.normal(scale=size, size=tensor.shape).astype(np.float32)

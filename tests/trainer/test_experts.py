@@ -101,6 +101,8 @@ def test_sessions_side_by_side_equal_autograd():
     x, weights = x.requires_grad_(), weights.requires_grad_()
     y = layer(x, choice, weights)
     y.backward(grad_y)
+    assert x.grad is not None
+    assert weights.grad is not None
     for start, stop, lora in bounds:
         rows = slice(start, stop)
         x2, w2 = (t.detach()[rows].clone().requires_grad_() for t in (x, weights))

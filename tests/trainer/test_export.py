@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from backend.checkpoints.store import CheckpointStore
 from backend.cli import main
 from backend.trainer import base_model, export
-from backend.trainer.base import AdamParams, FullConfig, LoraConfig, Trainer, Weights
+from backend.trainer.base import AdamParams, Adapter, FullConfig, LoraConfig, Trainer, Weights
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.checkpoints.data import Clock, manifest
 from tests.conformance.data import forward, random_sample, train
@@ -30,7 +30,8 @@ LORA = LoraConfig(rank=3, alpha=5, seed=0)
 
 def plain_logprobs(directory: Path) -> np.ndarray:
     """Of the model that transformers loads from a directory, and of nothing else."""
-    model, report = AutoModelForCausalLM.from_pretrained(
+    # The option's return type is not in the signature.
+    model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
         directory, dtype=torch.float32, output_loading_info=True
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -52,7 +53,7 @@ def adapted(trainer: Trainer, lora: LoraConfig = LORA) -> tuple[Weights, np.ndar
 def saved(store: Path, weights: Weights, base: str, location: str = "", **fields) -> str:
     """The path of a checkpoint with these weights."""
     checkpoints = CheckpointStore(store / "checkpoints", Clock())
-    config = FullConfig() if not hasattr(weights, "lora") else weights.lora
+    config = weights.lora if isinstance(weights, Adapter) else FullConfig()
     made = manifest(kind="inference", session="run", weights=config, base_model=base, **fields)
     checkpoints.save(made, weights, None, overwrite=False, base_location=location)
     return str(made.path)

@@ -99,9 +99,9 @@ def test_default_is_the_familys_and_the_head_where_it_is_trained(base_of, model_
 def test_all_linear_is_what_peft_trains_for_it(base_of, directory_of, model_type):
     base = base_of(model_type)
     plain = AutoModelForCausalLM.from_pretrained(directory_of(model_type))
-    tuner: BaseTuner = peft.get_peft_model(
-        plain, peft.LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
-    ).base_model
+    config = peft.LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
+    tuner = peft.get_peft_model(plain, config).base_model
+    assert isinstance(tuner, BaseTuner)
     found = chosen(base, target_modules=("all-linear",), train_unembed=False)
     assert [layer.path for layer in found] == tuner.targeted_module_names
     with_head = chosen(base, target_modules=("all-linear",))
@@ -129,9 +129,9 @@ def test_all_linear_has_the_experts_and_leaves_the_router(base_of):
 )
 def test_names_choose_what_they_choose_in_peft(base_of, directory_of, given):
     plain = AutoModelForCausalLM.from_pretrained(directory_of("llama"))
-    tuner: BaseTuner = peft.get_peft_model(
-        plain, peft.LoraConfig(r=1, target_modules=list(given), task_type="CAUSAL_LM")
-    ).base_model
+    config = peft.LoraConfig(r=1, target_modules=list(given), task_type="CAUSAL_LM")
+    tuner = peft.get_peft_model(plain, config).base_model
+    assert isinstance(tuner, BaseTuner)
     found = chosen(base_of("llama"), target_modules=given, train_unembed=False)
     assert [layer.path for layer in found] == tuner.targeted_module_names
 
