@@ -231,7 +231,8 @@ def _saved_bytes(forward: Callable[[], object], besides: Iterable[Tensor]) -> in
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Without its graph: an output that a node saves would keep that node, and with it itself, for ever.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         # Held until all is counted: what is freed gives its address to what comes next.
