@@ -60,7 +60,7 @@ class Dispatch:
         weighted = y_SH * weights_TK.reshape(-1).index_select(0, self.order).unsqueeze(1)
         places = torch.empty_like(self.order)
         places[self.order] = torch.arange(len(self.order), device=places.device)
-        return weighted.index_select(0, places).unflatten(0, weights_TK.shape).sum(1)
+        return weighted.index_select(0, places).unflatten(0, weights_TK.shape).sum(1).to(y_SH.dtype)
 
 
 def dispatch(experts_TK: Tensor, num_experts: int) -> Dispatch:
