@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +235,25 @@ def test_second_session_of_full_weights_is_refused_until_the_first_ends(llama: T
     assert caught.value.metadata["session"] == "full"
     llama.delete_session("full")
     llama.create_session("second", FullConfig())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_session_that_ended_leaves_nothing_in_memory(base_of: Base, backward: bool):
+    def large() -> int:
+        """Tensors as large as the whole model, or cut from one. Python's collector does not see all that keeps them."""
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return sum(tensor.untyped_storage().nbytes() >= 4 * size for tensor in tensors)
+
+    base = base_of("llama")
+    size = ModelLayout(base.module).tensors.size
+    trainer = TorchTrainer(base)
+    before = large()
+    trainer.create_session("full", FullConfig())
+    run(trainer, "full", data(), backward=backward)
+    assert large() > before
+    trainer.delete_session("full")
+    assert large() == before
 
 
 @pytest.mark.parametrize("family", ["adamw", "muon"])
