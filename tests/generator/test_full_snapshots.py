@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +110,23 @@ def test_engine_of_a_full_snapshot_runs_from_its_first_sample_until_it_is_droppe
     wait(generator.sample(call([1, 2], snapshot="another", max_tokens=2)))
     wait(generator.close())
     wait_for_engines(before)
+
+
+def test_full_snapshot_that_was_dropped_leaves_nothing_in_memory(
+    base_of: Callable[[str], BaseModel], wait: Wait
+):
+    before = num_engines()
+    generator = EmbeddedGenerator(base_of("qwen3"))
+    weights = random_weights(base_of("qwen3"))
+    arrays = [weakref.ref(tensor) for tensor in weights.tensors.values()]
+    generator.add_snapshot("full", weights)
+    wait(generator.sample(call([1, 2], snapshot="full", max_tokens=4, prompt_logprobs=True)))
+    del weights
+    generator.drop_snapshot("full")
+    wait_for_engines(before + 1)
+    gc.collect()
+    assert [array() for array in arrays if array() is not None] == []
+    wait(generator.close())
 
 
 def test_sample_that_runs_goes_on_when_its_full_snapshot_is_dropped(
