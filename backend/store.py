@@ -1,6 +1,6 @@
 """The directory that servers keep their work in, and the locks that give each a part of its own.
 
-    checkpoints/            saved weights, in PEFT's format: shared by every server of the store
+    checkpoints/            saved weights, as PEFT and transformers read them: shared by every server of the store
     server/                 the part of the server that was started by hand
     embedded-1/, -2, ...    the parts of servers that scripts start for themselves
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, in PEFT's format."""
+"""Checkpoints on disk: adapters in PEFT's format, full weights in Hugging Face's."""

@@ -105,9 +105,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullWeights:
-    """A copy of a whole model's weights, float32, by the names of its Hugging Face state dict. Never written to.
+    """A copy of a whole model's weights, float32, by the names that its model.safetensors gives them. Never written to.
 
-    A tensor that two modules share is there once, under the first name.
+    A tensor that two modules share is there once, under the first name; of experts each has its own.
     """
 
     tensors: Mapping[str, Array]
