@@ -35,7 +35,7 @@ def sharp(directory_of, tmp_path_factory) -> Callable[[str], Path]:
         directory = tmp_path_factory.mktemp("sharp") / model_type
         module = AutoModelForCausalLM.from_pretrained(directory_of(model_type))
         with torch.no_grad():
-            module.get_output_embeddings().get_parameter("weight").mul_(SHARPER)
+            module.get_parameter("lm_head.weight").mul_(SHARPER)
         module.bfloat16().save_pretrained(directory)
         return directory
 
