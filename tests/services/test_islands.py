@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend import cli
 from backend.generator.embedded import EmbeddedGenerator
 from backend.resources.catalog import ModelSpec
 from backend.resources.engines import Engines
@@ -164,6 +165,12 @@ def test_law_9_three_sessions_of_a_deterministic_server_end_to_the_bit_as_they_d
     made = three_programs()
     order = [i for _ in made[0].operations for i in range(3)]
     assert_islands(deterministic, "builtin:tiny", made, order, tolerance=0)
+
+
+@pytest.mark.parametrize(("given_options", "expected"), [((), False), (("--deterministic",), True)])
+def test_serve_is_deterministic_when_it_is_told_to_be(given_options: Sequence[str], expected: bool):
+    options = cli._parser().parse_args(["serve", "--model", MODEL, *given_options])
+    assert cli._config(options).deterministic is expected
 
 
 def test_law_9_three_sessions_that_train_together_end_as_they_do_alone(torches: Running):
