@@ -8,7 +8,7 @@ has a buffer of its own, 4 bytes more until the optimiser steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,16 +27,26 @@ from backend.trainer.dropout import SampleRows
 from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.full_model import FullModel
 from backend.trainer.lora import Segment
-from backend.trainer.memory import Cost
+from backend.trainer.memory import Cost, available_bytes, gib
 from backend.trainer.model_layout import ModelLayout
 from backend.trainer.packed_model import Forward, PackedRow
 from together_post_training.errors import Reason, fail
+
+# With AdamW, before a window's second pass.
+BYTES_PER_PARAMETER = 16
 
 
 class FullSlot:
     """See `backend.trainer.slot.Slot`. Owned by the trainer's thread."""
 
-    def __init__(self, base: BaseModel, optimizer: OptimizerConfig = ADAMW) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        optimizer: OptimizerConfig = ADAMW,
+        available: Callable[[torch.device], int] = available_bytes,
+    ) -> None:
+        """Raises RESOURCE_EXHAUSTED where `available` memory of the base's device, in bytes, is too little."""
+        _check_room(base, available(base.device))
         layout = ModelLayout(base.module)
         self._layout = layout.tensors
         self._model = FullModel(base, layout)
@@ -140,6 +150,21 @@ class FullSlot:
                     f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
                     tensor=name,
                 )
+
+
+def _check_room(base: BaseModel, free: int) -> None:
+    """Systems promise more memory than there is, and end the process that takes it at its word."""
+    num_parameters = base.module.num_parameters()
+    needed = BYTES_PER_PARAMETER * num_parameters
+    if needed > free:
+        raise fail(
+            Reason.RESOURCE_EXHAUSTED,
+            f"Training the full weights of {base.info.name!r} takes {gib(needed)} beside the model "
+            f"({BYTES_PER_PARAMETER} bytes for each of {num_parameters} parameters), and {gib(free)} are free on "
+            f"{base.device}. Train with LoRA, or stop other sessions or programs.",
+            needed_bytes=needed,
+            available_bytes=free,
+        )
 
 
 def _zeros(buffer: Tensor | None, like: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class ModelLayout:
 def bind(
     view: PreTrainedModel, module: PreTrainedModel, parameters: Mapping[str, Tensor]
 ) -> dict[str, nn.Parameter]:
-    """Gives a view of a module parameters of its own; returns them by name, none requiring a gradient."""
+    """Gives a view of a module float32 parameters of its own; returns them by name, none requiring a gradient."""
+    view.config.dtype = torch.float32
     own = {name: nn.Parameter(parameters[name], requires_grad=False) for name in parameters}
     by_id = {id(shared): own[name] for name, shared in module.named_parameters()}
     for part in view.modules():

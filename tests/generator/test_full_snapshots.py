@@ -16,9 +16,11 @@ import torch
 
 from backend.generator.embedded import EmbeddedGenerator
 from backend.generator.full_snapshots import FullSnapshots
+from backend.trainer import base_model
 from backend.trainer.base import FullWeights
 from backend.trainer.base_model import BaseModel
 from backend.trainer.model_layout import ModelLayout, under
+from tests import models
 from tests.generator.calls import call, random_prompt
 from tests.generator.conftest import Wait
 from together_post_training.errors import PostTrainingError, Reason
@@ -189,6 +191,22 @@ def test_engine_whose_first_sample_is_cancelled_is_not_left_behind(
 
     wait(asyncio.wait_for(cancel_and_drop(), 10))
     assert len(started) == 1
+
+
+def test_full_snapshot_of_a_bfloat16_model_is_sampled_in_float32(
+    wait: Wait, tmp_path_factory: pytest.TempPathFactory
+):
+    directory = models.rand(tmp_path_factory.mktemp("bf16") / "model", "qwen3")
+    base = base_model.load("bf16", str(directory), dtype="bfloat16", device="cpu")
+    weights = random_weights(base)
+    generator = EmbeddedGenerator(base)
+    generator.add_snapshot("full", weights)
+    prompt = random_prompt(9)
+    got = wait(generator.sample(call(prompt, snapshot="full", max_tokens=0, prompt_logprobs=True)))
+    np.testing.assert_allclose(
+        got.prompt_logprobs[1:], plain_logprobs(base, weights, prompt), atol=1e-4
+    )
+    wait(generator.close())
 
 
 @pytest.mark.parametrize("fault", ["missing", "misshapen"])

@@ -22,6 +22,7 @@ from backend.trainer.base import (
     Trainer,
 )
 from backend.trainer.base_model import BaseModel
+from backend.trainer.full_slot import FullSlot
 from backend.trainer.model_layout import ModelLayout
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import changed, forward, random_sample, run, train
@@ -330,6 +331,17 @@ def test_matrices_for_muon_leave_out_embeddings_norms_and_the_head(base_of: Base
     others = layout.tensors.shapes.keys() - layout.matrices
     assert {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} <= others
     assert all("norm" in n or n in ("lm_head.weight", "model.embed_tokens.weight") for n in others)
+
+
+def test_full_weights_that_memory_does_not_hold_are_refused_with_both_numbers(base_of: Base):
+    base = base_of("llama")
+    needed = 16 * sum(p.numel() for p in base.module.parameters())
+    FullSlot(base, available=lambda _: needed)
+    with pytest.raises(PostTrainingError) as caught:
+        FullSlot(base, available=lambda _: needed - 1)
+    assert caught.value.reason == Reason.RESOURCE_EXHAUSTED
+    assert caught.value.metadata["needed_bytes"] == str(needed)
+    assert caught.value.metadata["available_bytes"] == str(needed - 1)
 
 
 def test_full_weights_of_a_bfloat16_model_are_float32_and_start_as_the_model_is(
