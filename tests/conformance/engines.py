@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from backend.generator.base import Generator
 from backend.generator.embedded import EmbeddedGenerator
@@ -44,10 +45,13 @@ def _random_bigram() -> BigramModel:
     return BigramModel(name="random-bigram", head=head, max_seq_length=64)
 
 
-def _torch(make: Callable[[Path], Path]) -> tuple[Trainer, Generator]:
+def _torch(
+    make: Callable[[Path], Path], device: base_model.Device = "cpu"
+) -> tuple[Trainer, Generator]:
     """Both engines on one copy of the weights."""
     with tempfile.TemporaryDirectory() as scratch:
-        base = base_model.load("torch", str(make(Path(scratch) / "model")))
+        where = str(make(Path(scratch) / "model"))
+        base = base_model.load("torch", where, dtype="float32", device=device)
     return TorchTrainer(base), EmbeddedGenerator(base)
 
 
@@ -91,3 +95,20 @@ ENGINES = [
         tolerance=1e-4,
     ),
 ]
+
+if torch.cuda.is_available():
+    # Sums in other orders than on a CPU; TF32, which rounds to 10 bits, is off unless someone turns it on.
+    ENGINES += [
+        Engine(
+            name="cuda-succ16",
+            start=lambda: _torch(models.succ16, "cuda"),
+            is_succ16=True,
+            tolerance=5e-5,
+        ),
+        Engine(
+            name="cuda-qwen3",
+            start=lambda: _torch(lambda directory: models.rand(directory, "qwen3"), "cuda"),
+            is_succ16=False,
+            tolerance=2e-4,
+        ),
+    ]

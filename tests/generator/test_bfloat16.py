@@ -97,8 +97,8 @@ def test_sampled_logprobs_are_forwards_on_a_cpu(sharp, generators, sample_all, n
 def test_sampled_logprobs_are_near_forwards_where_all_is_bfloat16(
     sharp, generators, sample_all, name
 ):
-    """As on a GPU. One token at a time or all at once, sums differ, and hidden states are rounded to 8 bits. Measured on
-    these models, which amplify every rounding: a mean of 0.006 to 0.016, 0.5 at most, not to one side."""
+    """As on a GPU. One token at a time or all at once, sums differ, and hidden states are rounded to 8 bits. Measured
+    on these models, which amplify every rounding: a mean of 0.006 to 0.016, 0.5 at most, not to one side."""
     base = load(sharp(name), compute="bfloat16")
     found = gaps(base, generators(base), sample_all)
     assert np.abs(found).mean() < 0.05

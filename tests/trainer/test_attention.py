@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from backend.trainer import attention
 from backend.trainer.attention import PACKED, packed_attention
 from backend.trainer.packing import Run
 from backend.trainer.targets import FAMILIES
@@ -57,6 +58,35 @@ def test_a_sliding_window_hides_what_lies_before_it(base_of):
     per_token = moved.amax(dim=1)
     assert per_token[14] > 0
     assert per_token[15:].max() == 0
+
+
+@pytest.mark.parametrize(("length", "window"), [(30, 3), (30, 20), (21, 7), (8, 7)])
+def test_windows_in_blocks_are_one_masked_attention(monkeypatch, length, window):
+    """Blocks of 8 queries, windows shorter and longer than they; gradients too. 1e-6 is float32's rounding."""
+    monkeypatch.setattr(attention, "_WINDOW_BLOCK", 8)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 2 * length, 8) for heads in (4, 2, 2)]
+    leaves = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
+    runs = [Run(2, length)]
+    q, k, v = leaves
+    got, _ = packed_attention(torch.nn.Module(), q, k, v, None, runs=runs, sliding_window=window)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (distance >= 0) & (distance < window)
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(t[:, :, rows] for t in leaves), attn_mask=seen, enable_gqa=True
+        )
+        for rows in (slice(0, length), slice(length, 2 * length))
+    ]
+    wanted = torch.cat(parts, dim=2).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    weights = torch.randn(got.shape, generator=generator)
+    for one, other in zip(
+        torch.autograd.grad((got * weights).sum(), leaves),
+        torch.autograd.grad((wanted * weights).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_packed_attention_is_exactly_what_a_sequence_gets_alone():
