@@ -333,6 +333,14 @@ def test_matrices_for_muon_leave_out_embeddings_norms_and_the_head(base_of: Base
     assert all("norm" in n or n in ("lm_head.weight", "model.embed_tokens.weight") for n in others)
 
 
+def test_model_whose_files_hold_more_than_parameters_is_refused_by_name(base_of: Base):
+    with pytest.raises(PostTrainingError) as caught:
+        TorchTrainer(base_of("glm4_moe")).create_session("full", FullConfig())
+    assert caught.value.reason == Reason.UNIMPLEMENTED
+    assert "glm4_moe" in caught.value.message
+    assert "e_score_correction_bias" in caught.value.message
+
+
 def test_full_weights_that_memory_does_not_hold_are_refused_with_both_numbers(base_of: Base):
     base = base_of("llama")
     needed = 16 * sum(p.numel() for p in base.module.parameters())
