@@ -1,0 +1,66 @@
+"""How `serve` is told what engines compute in, where, and in how much memory."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from backend import cli
+from backend.resources.engines import DEFAULT_OPTIONS, EngineOptions, open_engines
+from backend.trainer.torch_trainer import TorchTrainer
+from together_post_training.errors import PostTrainingError, Reason
+
+
+def options(*arguments: str) -> EngineOptions:
+    parsed = cli._parser().parse_args(["serve", "--model", "builtin:tiny", *arguments])
+    return cli._config(parsed).engines
+
+
+def test_options_are_chosen_by_the_machine_unless_given():
+    assert options() == DEFAULT_OPTIONS
+    given = options(
+        *("--dtype", "bfloat16", "--device", "cpu"),
+        *("--token-budget", "200", "--activation-memory", "0.5"),
+    )
+    assert given == EngineOptions(
+        dtype="bfloat16", device="cpu", token_budget=200, activation_bytes=2**29
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--token-budget", "0"), ("--activation-memory", "-1"), ("--activation-memory", "inf")],
+)
+def test_amounts_that_are_none_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        options(*arguments)
+    assert f"{arguments[1]}: it must be above 0" in capsys.readouterr().err
+
+
+def test_engines_are_opened_as_the_options_say(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chosen = EngineOptions(dtype="bfloat16", device="cpu", token_budget=200, activation_bytes=2**25)
+    with caplog.at_level(logging.INFO):
+        engines = open_engines("tiny", "builtin:tiny", chosen)
+    trainer = engines.trainer
+    assert isinstance(trainer, TorchTrainer)
+    assert trainer._base.module.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert "micro-batches of 200 tokens" in caplog.text
+    assert "0.03 GiB for activations" in caplog.text
+
+
+def test_exact_bigram_says_that_it_has_no_use_for_them(caplog):
+    open_engines("b", "builtin:bigram16", DEFAULT_OPTIONS)
+    assert not caplog.records
+    open_engines("b", "builtin:bigram16", EngineOptions(dtype="bfloat16"))
+    assert "no use for the options" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(PostTrainingError, match="sees no GPU") as error:
+        open_engines("tiny", "builtin:tiny", EngineOptions(device="cuda"))
+    assert error.value.reason is Reason.INVALID_ARGUMENT
