@@ -43,6 +43,7 @@ from backend.trainer.checks import (
     check_room_for_full_weights,
     require_adapter,
 )
+from backend.trainer.dropout import Dropout, SampleRows
 from backend.trainer.objective import Objective
 from backend.trainer.reference_optimizer import ReferenceOptimizer
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -137,13 +138,47 @@ def load(name: str) -> BigramModel:
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """Owned by the trainer. `gradient`: float64 sums since the last step; None before the first pass."""
+    """Owned by the trainer. `gradient`: float64 sums since the last step; None before the first pass. num_samples: of
+    the passes that are in it."""
 
     weights: Weights
     optimizer: ReferenceOptimizer
     gradient: dict[str, Array] | None = None
+    num_samples: int = 0
     # log p of the current weights, (V, V); made when first asked for.
     logprobs: Array | None = field(default=None, repr=False)
+
+    def add(self, gradient: dict[str, Array], num_samples: int) -> None:
+        self.gradient = _sum(self.gradient, gradient)
+        self.num_samples += num_samples
+
+    def clear(self) -> None:
+        self.gradient, self.num_samples = None, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Drawn:
+    """What a pass's tokens are computed with. Dropout drops the one input of A that is not 0, and the token sees the
+    base alone, or keeps it, and the token sees an adapter that is so much the stronger.
+
+    table, base: log p, (V, V), under these weights and without. kept: which target sees which; None: all these weights.
+    """
+
+    weights: Weights
+    table: Array
+    base: Array | None = None
+    kept: Sequence[Array] | None = None
+
+    def logprobs(self, i: int, sample: Sample) -> Array:
+        """float32, the shape of the i-th sample's targets."""
+        logprobs = _target_logprobs(self.table, sample)
+        if self.kept is None or self.base is None:
+            return logprobs
+        return np.where(self.kept[i], logprobs, _target_logprobs(self.base, sample))
+
+    def kept_part(self, i: int, derivative: Array) -> Array:
+        """With 0 for targets that do not see the weights."""
+        return derivative if self.kept is None else np.where(self.kept[i], derivative, 0)
 
 
 class BigramTrainer:
@@ -179,31 +214,32 @@ class BigramTrainer:
 
     def run(self, work: Pass) -> PassResult:
         state = self._session(work.session)
-        if state.logprobs is None:
-            state.logprobs = self._model.logprobs(state.weights)
-        logprobs = [_target_logprobs(state.logprobs, sample) for sample in work.samples]
         objective = Objective(work)
+        drawn = self._drawn(state, work)
+        logprobs = [drawn.logprobs(i, sample) for i, sample in enumerate(work.samples)]
         derivatives = objective.evaluate(range(len(logprobs)), logprobs)
         if work.backward:
-            gradient = self._gradient(state, work.samples, derivatives)
+            gradient = self._gradient(drawn, work.samples, derivatives)
             _require_finite(gradient, work.session, "the gradient of")
-            state.gradient = _sum(state.gradient, gradient)
+            state.add(gradient, len(work.samples))
         return PassResult(logprobs=logprobs, metrics=objective.metrics())
 
     def run_batch(self, works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+        """One by one: there is nothing to gain from rows in common."""
         return [self._attempt(work) for work in works]
 
     def has_gradients(self, session: str) -> bool:
         return self._session(session).gradient is not None
 
     def clear_gradients(self, session: str) -> None:
-        self._session(session).gradient = None
+        self._session(session).clear()
 
     def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
         state = self._session(session)
         check_optim(params, state.optimizer.config)
         assert state.gradient is not None, "optim_step is called only with gradients"
-        gradient, state.gradient = state.gradient, None
+        gradient = state.gradient
+        state.clear()
         tensors, metrics = state.optimizer.step(state.weights.tensors, gradient, params)
         state.weights, state.logprobs = replace(state.weights, tensors=tensors), None
         return metrics
@@ -227,7 +263,8 @@ class BigramTrainer:
             state.optimizer.check(optimizer)
         state.weights = replace(state.weights, tensors=weights.tensors)
         state.optimizer.load(optimizer)
-        state.gradient = state.logprobs = None
+        state.logprobs = None
+        state.clear()
 
     def _attempt(self, work: Pass) -> PassResult | PostTrainingError:
         try:
@@ -235,21 +272,44 @@ class BigramTrainer:
         except PostTrainingError as error:
             return error
 
+    def _drawn(self, state: _Session, work: Pass) -> _Drawn:
+        weights = state.weights
+        if not work.backward or isinstance(weights, FullWeights) or not weights.lora.dropout:
+            if state.logprobs is None:
+                state.logprobs = self._model.logprobs(weights)
+            return _Drawn(weights=weights, table=state.logprobs)
+        dropout = Dropout(
+            seed=weights.lora.seed,
+            step=state.optimizer.state.num_steps,
+            probability=weights.lora.dropout,
+            samples=[
+                SampleRows(number=state.num_samples + i, num_tokens=sample.num_tokens)
+                for i, sample in enumerate(work.samples)
+            ],
+        )
+        alpha = weights.lora.alpha * dropout.factor
+        strengthened = replace(weights, lora=replace(weights.lora, alpha=alpha))
+        return _Drawn(
+            weights=strengthened,
+            table=self._model.logprobs(strengthened),
+            base=self._model.logprobs(None),
+            kept=_kept_tokens(dropout, work.samples, self._model.vocab_size),
+        )
+
     def _gradient(
-        self, state: _Session, samples: Sequence[Sample], derivatives: Sequence[Array]
+        self, drawn: _Drawn, samples: Sequence[Sample], derivatives: Sequence[Array]
     ) -> dict[str, Array]:
         """d objective / d A and B, from d lp(j | i) / d logit k = (k == j) - p(k | i)."""
-        assert state.logprobs is not None
-        by_logit = np.zeros_like(state.logprobs)  # [i, k]
-        for sample, derivative in zip(samples, derivatives, strict=True):
+        by_logit = np.zeros_like(drawn.table)  # [i, k]
+        for i, (sample, derivative) in enumerate(zip(samples, derivatives, strict=True)):
             targets = sample.inputs["target_tokens"]
-            np.add.at(by_logit, (_contexts(sample), targets), derivative)
-        by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(state.logprobs)
+            np.add.at(by_logit, (_contexts(sample), targets), drawn.kept_part(i, derivative))
+        by_logit -= by_logit.sum(axis=1, keepdims=True) * np.exp(drawn.table)
         by_head = self._model.hidden_scale * by_logit.T  # (V, V)
-        if isinstance(state.weights, FullWeights):
+        if isinstance(drawn.weights, FullWeights):
             return {HEAD: by_head}
-        by_product = state.weights.lora.scale * by_head
-        a, b = (state.weights.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
+        by_product = drawn.weights.lora.scale * by_head
+        a, b = (drawn.weights.tensors[name].astype(np.float64) for name in (LORA_A, LORA_B))
         return {LORA_A: b.T @ by_product, LORA_B: by_product @ a.T}
 
     def _adapter(self, lora: LoraConfig) -> Adapter:
@@ -298,8 +358,21 @@ def _fresh_tensors(lora: LoraConfig, vocab_size: int) -> dict[str, Array]:
 
 def _contexts(sample: Sample) -> Array:
     """For each target, the token it follows: the shape of the targets, (N,) or (N, K)."""
+    return _per_target(sample.tokens, sample)
+
+
+def _per_target(per_token: Array, sample: Sample) -> Array:
     targets = sample.inputs["target_tokens"]
-    return np.broadcast_to(sample.tokens.reshape(-1, *[1] * (targets.ndim - 1)), targets.shape)
+    return np.broadcast_to(per_token.reshape(-1, *[1] * (targets.ndim - 1)), targets.shape)
+
+
+def _kept_tokens(dropout: Dropout, samples: Sequence[Sample], vocab_size: int) -> list[Array]:
+    """bool, of each sample's targets: whether the token that it follows is kept as an input of A."""
+    rows = dropout.kept(_HEAD_PATH, vocab_size)
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    per_token = rows[np.arange(len(tokens)), tokens]
+    parts = np.split(per_token, np.cumsum([sample.num_tokens for sample in samples])[:-1])
+    return [_per_target(part, sample) for part, sample in zip(parts, samples, strict=True)]
 
 
 def _target_logprobs(table: Array, sample: Sample) -> Array:

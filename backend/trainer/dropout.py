@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 # 16 random bits decide about each input, so that a probability is honoured to 1 / 65,536.
 _STEPS = 2**16
@@ -47,12 +45,12 @@ class Dropout:
         """What is kept counts for what is dropped: 1 / (1 - p)."""
         return _STEPS / (_STEPS - self._threshold)
 
-    def kept(self, path: str, width: int) -> Tensor:
+    def kept(self, path: str, width: int) -> np.ndarray:
         """bool (T, width): which inputs of the layer at this path are kept."""
         digest = hashlib.sha256(f"{self.seed}/dropout/{path}".encode()).digest()
         key = np.frombuffer(digest[:16], dtype=np.uint64)
         parts = [self._draw(key, sample, width) for sample in self.samples]
-        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _draw(self, key: np.ndarray, sample: SampleRows, width: int) -> np.ndarray:
         # The generator counts in the first word, which so never meets another sample's or step's.

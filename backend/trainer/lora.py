@@ -173,8 +173,9 @@ def adapters_at(path: str, segments: Sequence[Segment]) -> Adapters:
 def _rows(path: str, segment: Segment) -> AdaptedRows:
     weights, dropped = segment.weights[path], None
     if segment.dropout is not None:
-        kept = segment.dropout.kept(path, weights.a.shape[1]).to(weights.a.device)
-        dropped = Dropped(kept=kept, factor=segment.dropout.factor)
+        kept = segment.dropout.kept(path, weights.a.shape[1])
+        on_device = torch.from_numpy(kept).to(weights.a.device)
+        dropped = Dropped(kept=on_device, factor=segment.dropout.factor)
     return AdaptedRows(
         start=segment.start,
         stop=segment.stop,

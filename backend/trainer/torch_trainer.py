@@ -27,6 +27,11 @@ from backend.trainer.running_pass import RunningPass, run_together
 from backend.trainer.slot import RowModel, Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
 
+# Passes of up to so many tokens together share rows. On a CPU, with a model of 15 million parameters, 8 passes of 16
+# tokens then take half the time that they take one by one, 8 of 64 tokens three quarters; from 1024 tokens on merging
+# costs more than it saves.
+MERGE_TOKENS = 512
+
 
 class TorchTrainer:
     """See `backend.trainer.base.Trainer`; for the limits on memory `backend.trainer.memory.Memory`."""
@@ -55,7 +60,7 @@ class TorchTrainer:
 
     @property
     def merge_tokens(self) -> int:
-        return 0
+        return MERGE_TOKENS
 
     def create_session(
         self, session: str, weights: WeightsConfig, optimizer: OptimizerConfig = ADAMW
