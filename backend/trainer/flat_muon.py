@@ -87,6 +87,8 @@ class FlatMuon:
             weight_decay=params.weight_decay,
         )
         before = self._weights.clone()
+        # What Newton-Schulz will want: where there is not as much, the step fails before it has changed anything.
+        torch.empty(4 * max(p.numel() for p in self._parameters), device=before.device)
         gradients = self._matrices(self._layout.views(gradient))
         for parameter, part in zip(self._parameters, gradients, strict=True):
             parameter.grad = part

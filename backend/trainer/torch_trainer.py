@@ -100,7 +100,7 @@ class TorchTrainer:
     def optim_step(self, session: str, params: OptimParams) -> dict[str, float]:
         slot = self._slot(session)
         check_optim(params, slot.optimizer_config)
-        return slot.optim_step(params)
+        return guarded(partial(slot.optim_step, params), self._memory.device)
 
     def weights(self, session: str) -> Weights:
         return self._slot(session).copy_weights()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backend.trainer import head, memory, running_pass
-from backend.trainer.base import LoraConfig, Pass, PassResult
+from backend.trainer.base import AdamParams, LoraConfig, Pass, PassResult
 from backend.trainer.memory import Cost, Memory, guarded, is_out_of_memory
 from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
@@ -265,6 +265,23 @@ def test_sample_that_cannot_fit_is_refused_before_anything_is_computed(trainer: 
     assert not trainer.has_gradients("s")
     trainer.run(Pass(session="s", samples=[random_sample(0, 128, 20)], backward=True))
     assert trainer.has_gradients("s")
+
+
+def test_step_that_runs_out_of_memory_changes_nothing(trainer: TorchTrainer, monkeypatch):
+    """A step asks for all it needs before it changes anything."""
+    trainer.create_session("s", LORA)
+    work = Pass(session="s", samples=[random_sample(1, 128, 30)], backward=True)
+    trainer.run(work)
+    before = trainer.weights("s").tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda *_, **__: torch.empty(TOO_MANY))
+        with pytest.raises(PostTrainingError) as error:
+            trainer.optim_step("s", AdamParams(learning_rate=0.1))
+    assert error.value.reason is Reason.RESOURCE_EXHAUSTED
+    assert all(np.array_equal(before[n], t) for n, t in trainer.weights("s").tensors.items())
+    assert trainer.optimizer_state("s").num_steps == 0
+    trainer.run(work)
+    assert trainer.optim_step("s", AdamParams(learning_rate=0.1))["step:max"] == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
