@@ -34,7 +34,12 @@ _BY_STATUS: dict[int, type[tinker.APIStatusError]] = {
     429: tinker.RateLimitError,
 }
 # Accepted work that failed for no fault of the caller's.
-_SERVER_FAULTS = (Reason.INTERNAL, Reason.SESSION_LOST, Reason.UNAVAILABLE)
+_SERVER_FAULTS = (
+    Reason.INTERNAL,
+    Reason.OUT_OF_MEMORY,
+    Reason.SESSION_LOST,
+    Reason.UNAVAILABLE,
+)
 _URL = "grpc://together-post-training"
 
 

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     CANCELLED = "CANCELLED"
     SESSION_STOPPED = "SESSION_STOPPED"
     SESSION_LOST = "SESSION_LOST"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
     # The server.
     UNIMPLEMENTED = "UNIMPLEMENTED"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -116,6 +117,9 @@ TABLE: Mapping[Reason, Mapped] = MappingProxyType(
         ),
         Reason.SESSION_STOPPED: _FAILED,
         Reason.SESSION_LOST: _FAILED,
+        Reason.OUT_OF_MEMORY: Mapped(
+            code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_status=500, after_acceptance=True
+        ),
         Reason.UNIMPLEMENTED: Mapped(code=grpc.StatusCode.UNIMPLEMENTED, http_status=400),
         Reason.RESOURCE_EXHAUSTED: Mapped(code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_status=429),
         Reason.UNAVAILABLE: Mapped(code=grpc.StatusCode.UNAVAILABLE, http_status=503),

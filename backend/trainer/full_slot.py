@@ -45,7 +45,7 @@ class FullSlot:
         optimizer: OptimizerConfig = ADAMW,
         available: Callable[[torch.device], int] = available_bytes,
     ) -> None:
-        """Raises RESOURCE_EXHAUSTED where `available` memory of the base's device, in bytes, is too little."""
+        """Raises OUT_OF_MEMORY where `available` memory of the base's device, in bytes, is too little."""
         _check_room(base, available(base.device))
         layout = ModelLayout(base.module)
         self._layout = layout.tensors
@@ -158,7 +158,7 @@ def _check_room(base: BaseModel, free: int) -> None:
     needed = BYTES_PER_PARAMETER * num_parameters
     if needed > free:
         raise fail(
-            Reason.RESOURCE_EXHAUSTED,
+            Reason.OUT_OF_MEMORY,
             f"Training the full weights of {base.info.name!r} takes {gib(needed)} beside the model "
             f"({BYTES_PER_PARAMETER} bytes for each of {num_parameters} parameters), and {gib(free)} are free on "
             f"{base.device}. Train with LoRA, or stop other sessions or programs.",

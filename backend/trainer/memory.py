@@ -111,7 +111,7 @@ class Memory:
         """Whether layers of a row are to be computed again in backward, because storing them all takes too much.
 
         Raises:
-            PostTrainingError: RESOURCE_EXHAUSTED for a row that does not fit even then.
+            PostTrainingError: OUT_OF_MEMORY for a row that does not fit even then.
         """
         free = self._free()
         if for_backward and cost.storing(num_tokens) <= min(self.activation_bytes, free):
@@ -130,7 +130,7 @@ class Memory:
 
 def _too_large(num_tokens: int, needed: int, free: int, device: torch.device) -> PostTrainingError:
     return fail(
-        Reason.RESOURCE_EXHAUSTED,
+        Reason.OUT_OF_MEMORY,
         f"{num_tokens} tokens at a time take about {gib(needed)} of memory beside the model, even with layers computed "
         f"again in backward, and {gib(free)} may be used on {device} now. Send shorter samples, start the server with "
         "--dtype bfloat16, stop other sessions or programs, or use a machine with more memory.",
@@ -249,7 +249,7 @@ def guarded(compute: Callable[[], T], device: torch.device) -> T:
     """Runs it; what goes wrong holds on to nothing that was computed.
 
     Raises:
-        PostTrainingError: RESOURCE_EXHAUSTED where memory ran out, and what `compute` raises.
+        PostTrainingError: OUT_OF_MEMORY where memory ran out, and what `compute` raises.
     """
     try:
         return compute()
@@ -295,7 +295,7 @@ def _glibc(function: str, *args: int) -> None:
 
 def _out_of_memory(error: BaseException, device: torch.device) -> PostTrainingError:
     return fail(
-        Reason.RESOURCE_EXHAUSTED,
+        Reason.OUT_OF_MEMORY,
         f"Memory ran out on {device} ({available_bytes(device) / 2**30:.2f} GiB are free now); nothing of this "
         "operation was kept, and the session can go on. Send fewer or shorter samples, or start the server with "
         "--dtype bfloat16, a smaller --token-budget or --activation-memory, or on a machine with more memory.",

@@ -103,7 +103,7 @@ def run_together(model: RowModel, passes: Sequence[RunningPass], memory: Memory)
     Those that have failed are left out of the rows that follow.
 
     Raises:
-        PostTrainingError: RESOURCE_EXHAUSTED for a row that does not fit in memory.
+        PostTrainingError: OUT_OF_MEMORY for a row that does not fit in memory.
     """
     lengths = [[sample.num_tokens for sample in p.work.samples] for p in passes]
     for micro_batch in plan(lengths, memory.token_budget):

@@ -152,7 +152,7 @@ def test_executor_drops_a_sessions_gradients_before_its_pass_joins_others():
     ("error", "reason"),
     [
         (RuntimeError("secret"), Reason.INTERNAL),
-        (fail(Reason.RESOURCE_EXHAUSTED, "Out of memory."), Reason.RESOURCE_EXHAUSTED),
+        (fail(Reason.OUT_OF_MEMORY, "Out of memory."), Reason.OUT_OF_MEMORY),
     ],
 )
 def test_executor_fails_all_that_ran_together_when_the_whole_call_fails(

@@ -347,7 +347,7 @@ def test_full_weights_that_memory_does_not_hold_are_refused_with_both_numbers(ba
     FullSlot(base, available=lambda _: needed)
     with pytest.raises(PostTrainingError) as caught:
         FullSlot(base, available=lambda _: needed - 1)
-    assert caught.value.reason == Reason.RESOURCE_EXHAUSTED
+    assert caught.value.reason == Reason.OUT_OF_MEMORY
     assert caught.value.metadata["needed_bytes"] == str(needed)
     assert caught.value.metadata["available_bytes"] == str(needed - 1)
 

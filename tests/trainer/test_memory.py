@@ -102,7 +102,7 @@ def test_long_rows_are_recomputed_and_longer_ones_refused():
     assert budget.must_recompute(COST, 1514, for_backward=True)
     with pytest.raises(PostTrainingError) as error:
         budget.must_recompute(COST, 1515, for_backward=True)
-    assert error.value.reason is Reason.RESOURCE_EXHAUSTED
+    assert error.value.reason is Reason.OUT_OF_MEMORY
     assert error.value.metadata == {
         "num_tokens": "1515",
         "needed_bytes": str(1000 + 35 * 1515),
@@ -198,7 +198,7 @@ def test_failure_holds_on_to_nothing_that_was_computed(is_memory):
         guarded(compute, CPU)
     kept = error.value
     assert held[0]() is None
-    assert kept.reason is (Reason.RESOURCE_EXHAUSTED if is_memory else Reason.NON_FINITE_LOSS)
+    assert kept.reason is (Reason.OUT_OF_MEMORY if is_memory else Reason.NON_FINITE_LOSS)
 
 
 def test_other_faults_are_not_called_lack_of_memory():
@@ -224,7 +224,7 @@ def test_pass_that_runs_out_of_memory_fails_alone(trainer: TorchTrainer, monkeyp
         patch.setattr(head.Head, "_sweep", runs_out)
         with pytest.raises(PostTrainingError, match="the session can go on") as error:
             trainer.run(Pass(session="s", samples=second, backward=True))
-    assert error.value.reason is Reason.RESOURCE_EXHAUSTED
+    assert error.value.reason is Reason.OUT_OF_MEMORY
     for session in ("s", "control"):
         trainer.run(Pass(session=session, samples=second, backward=True))
     got, wanted = take_gradient(trainer, "s"), take_gradient(trainer, "control")
@@ -252,7 +252,7 @@ def test_row_that_is_too_large_for_all_is_computed_for_each(trainer: TorchTraine
         assert isinstance(got, PassResult)
         assert np.array_equal(got.logprobs[0], wanted.logprobs[0])
     assert isinstance(results[2], PostTrainingError)
-    assert results[2].reason is Reason.RESOURCE_EXHAUSTED
+    assert results[2].reason is Reason.OUT_OF_MEMORY
 
 
 def test_sample_that_cannot_fit_is_refused_before_anything_is_computed(trainer: TorchTrainer):
@@ -261,7 +261,7 @@ def test_sample_that_cannot_fit_is_refused_before_anything_is_computed(trainer: 
     trainer._memory._available = lambda device: int(enough / 0.9) + 1
     with pytest.raises(PostTrainingError, match="60 tokens at a time") as error:
         trainer.run(Pass(session="s", samples=[random_sample(0, 128, 60)], backward=True))
-    assert error.value.reason is Reason.RESOURCE_EXHAUSTED
+    assert error.value.reason is Reason.OUT_OF_MEMORY
     assert not trainer.has_gradients("s")
     trainer.run(Pass(session="s", samples=[random_sample(0, 128, 20)], backward=True))
     assert trainer.has_gradients("s")
@@ -277,7 +277,7 @@ def test_step_that_runs_out_of_memory_changes_nothing(trainer: TorchTrainer, mon
         patch.setattr(torch, "empty_like", lambda *_, **__: torch.empty(TOO_MANY))
         with pytest.raises(PostTrainingError) as error:
             trainer.optim_step("s", AdamParams(learning_rate=0.1))
-    assert error.value.reason is Reason.RESOURCE_EXHAUSTED
+    assert error.value.reason is Reason.OUT_OF_MEMORY
     assert all(np.array_equal(before[n], t) for n, t in trainer.weights("s").tensors.items())
     assert trainer.optimizer_state("s").num_steps == 0
     trainer.run(work)
@@ -295,6 +295,6 @@ def test_process_survives_running_out_of_memory(tmp_path):
         max_position_embeddings=8192,
     )
     reason, kept, loss = child("tests.trainer.memory_limit", directory)
-    assert reason == "RESOURCE_EXHAUSTED"
+    assert reason == "OUT_OF_MEMORY"
     assert kept is False
     assert math.isfinite(loss)

@@ -43,7 +43,9 @@ def read_failure(error: grpc.aio.AioRpcError) -> Failure:
     """What an attempt's status says."""
     ours, told_s = _read_details(error)
     if ours is not None:
-        return Failure(error=ours, is_transient=error.code() in _TRANSIENT, told_s=told_s)
+        # The same request would need the same memory.
+        again = error.code() in _TRANSIENT and ours.reason is not Reason.OUT_OF_MEMORY
+        return Failure(error=ours, is_transient=again, told_s=told_s)
     return _read_transport(error)
 
 
