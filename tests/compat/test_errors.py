@@ -20,7 +20,7 @@ BY_STATUS = {
     429: tinker.RateLimitError,
     503: tinker.InternalServerError,
 }
-SERVER_FAULTS = {Reason.INTERNAL, Reason.SESSION_LOST}
+SERVER_FAULTS = {Reason.INTERNAL, Reason.OUT_OF_MEMORY, Reason.SESSION_LOST}
 
 
 @pytest.mark.parametrize("reason", list(Reason))
