@@ -71,6 +71,52 @@ def test_operations_end_in_the_order_of_their_numbers_when_the_first_is_late(fak
     assert sorted(sequences(fake, "OptimStep")) == [1, 1, 2]
 
 
+def passes(*num_samples: int) -> list[trainer_pb2.ForwardBackwardRequest]:
+    """One call's, of so many samples each."""
+    requests = [
+        trainer_pb2.ForwardBackwardRequest(num_chunks=len(num_samples)) for _ in num_samples
+    ]
+    for request, count in zip(requests, num_samples, strict=True):
+        for _ in range(count):
+            request.samples.add().loss_fn_inputs["target_tokens"].ints.values.append(1)
+    return requests
+
+
+def test_a_failure_names_the_sample_by_its_place_in_the_call(fake):
+    def refuse(request: Any) -> None:
+        if request.sequence == 3:
+            message = "Sample 1: x[0] is bad. The gradient of sample 1 is not finite."
+            raise fail(Reason.NON_FINITE_LOSS, message, sample=1, x=0)
+
+    fake.behave = refuse
+    session = open_session(fake)
+    with pytest.raises(PostTrainingError) as refused:
+        submit(session, *passes(3, 2, 4)).result(5)
+    assert str(refused.value) == "Sample 6: x[0] is bad. The gradient of sample 6 is not finite."
+    assert refused.value.metadata["sample"] == "6"
+    assert refused.value.metadata["x"] == "0"
+    assert refused.value.metadata["operation"] == "sessions/s/operations/3"
+
+
+def test_a_failure_that_quotes_another_operation_is_not_renumbered(fake):
+    message = "Not run: forward_backward (operation 1) failed (Sample 1: x[0] is bad.)"
+
+    def refuse(request: Any) -> None:
+        if request.sequence == 2:
+            raise fail(Reason.WINDOW_VOID, message)
+
+    fake.behave = refuse
+    with pytest.raises(PostTrainingError, match=r"\(Sample 1: "):
+        submit(open_session(fake), *passes(3, 2)).result(5)
+
+
+def test_warnings_name_samples_by_their_place_in_the_call(fake):
+    fake.warnings.update({1: ["Sample 2: shifted."], 2: ["Sample 0: shifted.", "Samples vary."]})
+    session = open_session(fake)
+    submit(session, *passes(3, 2)).result(5)
+    assert session.take_warnings() == ["Sample 2: shifted.", "Sample 3: shifted.", "Samples vary."]
+
+
 def test_a_submission_that_is_tried_again_is_the_same_bytes(fake):
     session = open_session(fake)
     fake.inject("OptimStep", code=grpc.StatusCode.UNAVAILABLE, times=2)

@@ -383,6 +383,13 @@ def test_a_dead_server_is_a_connection_error_that_names_it(monkeypatch):
     assert time.monotonic() - start_s < 5
 
 
+def test_a_bad_sample_of_a_call_that_is_sent_in_parts_is_named_by_its_place_in_data(client):
+    data = [datum()] * 1100
+    data[1050] = datum(target_tokens=[4, 5, 16])
+    with pytest.raises(tinker.BadRequestError, match=r"^Sample 1050: .*token id 16"):
+        client.forward(data, CE).result()
+
+
 @pytest.mark.parametrize("key", [7, b"bytes", "two\nlines", "schlüssel"])
 def test_a_key_that_cannot_be_sent_is_refused_at_once(key):
     with pytest.raises(tinker.TinkerError, match="api_key") as refused:

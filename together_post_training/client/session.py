@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from together_post_training.client.channel import Connection
 from together_post_training.client.loop import background_loop
+from together_post_training.client.numbering import first_samples, renumbered, renumbered_error
 from together_post_training.client.status import operation_error
 from together_post_training.errors import ConnectionLostError, PostTrainingError, Reason
 from together_post_training.names import operation_name
@@ -139,7 +140,8 @@ class TrainingSession:
         Cancelling it cancels those that have not started.
 
         Raises:
-            PostTrainingError: the first failure, by sequence; its metadata names the operation.
+            PostTrainingError: the first failure, by sequence; its metadata names the operation. It, and warnings,
+                name samples by their place among those of all `requests`.
             ConnectionLostError: the server could not be reached.
         """
         try:
@@ -150,11 +152,16 @@ class TrainingSession:
             sequences = [request.sequence for request in requests]
             self.give_up(sequences, cause="the caller cancelled it")
             raise
-        operations = [one for one in outcomes if not isinstance(one, BaseException)]
-        self._note_warnings(operations)
-        for outcome in outcomes:
+        operations: list[ops.Operation] = []
+        failures: list[BaseException] = []
+        for outcome, first in zip(outcomes, first_samples(requests), strict=True):
             if isinstance(outcome, BaseException):
-                raise outcome
+                failures.append(renumbered_error(outcome, first))
+            else:
+                operations.append(outcome)
+                self._note_warnings(renumbered(text, first) for text in outcome.warnings)
+        if failures:
+            raise failures[0]
         return operations
 
     async def cancel(self, sequences: Iterable[int], *, cause: str) -> None:
@@ -175,9 +182,9 @@ class TrainingSession:
         request = sessions_pb2.StopSessionRequest(id=self.id)
         await self.connection.call("sessions.StopSession", request)
 
-    def _note_warnings(self, operations: Iterable[ops.Operation]) -> None:
+    def _note_warnings(self, texts: Iterable[str]) -> None:
         with self._lock:
-            for text in (text for operation in operations for text in operation.warnings):
+            for text in texts:
                 if text not in self._warnings:
                     self._warnings.add(text)
                     self._new_warnings.append(text)
