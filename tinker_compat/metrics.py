@@ -35,23 +35,23 @@ _REDUCTIONS: dict[str, Reduction] = {
 def merge(chunks: Sequence[Metrics], num_samples: Sequence[int]) -> dict[str, float]:
     """Metrics of the whole call, from those of its chunks (one is enough).
 
-    Only metrics that all chunks have are kept. "unique" ones are kept one by one, as name:unique,
-    name:unique_1, ...; those with an unknown reduction are left out.
+    A metric that some chunks lack is that of the others: a chunk without advantages has no ratios, and those of the
+    call are its other chunks'. "unique" ones are kept one by one, as name:unique, name:unique_1, ...; those with an
+    unknown reduction are left out.
 
     Raises:
         ValueError: for a name that does not have exactly one colon.
     """
     merged: dict[str, float] = {}
-    for key in chunks[0]:
+    for key in dict.fromkeys(key for chunk in chunks for key in chunk):
         _, reduction = key.split(":")
-        if not all(key in chunk for chunk in chunks):
-            continue
-        values = [chunk[key] for chunk in chunks]
+        values = [chunk[key] for chunk in chunks if key in chunk]
+        counts = [n for chunk, n in zip(chunks, num_samples, strict=True) if key in chunk]
         if reduction == "unique":
             merged[key] = values[0]
             merged.update({f"{key}_{i}": v for i, v in enumerate(values[1:], start=1)})
         elif reduction in _REDUCTIONS:
-            merged[key] = _REDUCTIONS[reduction](values, num_samples)
+            merged[key] = _REDUCTIONS[reduction](values, counts)
         else:
             logger.debug("metric %s has an unknown reduction and is left out", key)
     return merged

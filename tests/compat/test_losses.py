@@ -49,6 +49,12 @@ def test_grpo_words_it_does_not_know_are_refused_with_those_it_does(client):
         future.result()
 
 
+def test_ratios_of_a_split_call_are_told_when_its_last_part_has_no_advantages(client):
+    whole = [sample([1.0] * 3)] * 1024
+    kept = client.forward([*whole, sample([0.0] * 3)], "ppo").result().metrics
+    assert kept["ratio:mean"] == pytest.approx(1, abs=1e-5)
+
+
 @pytest.mark.parametrize("agg_type", ["TOKEN_MEAN", "SEQUENCE_MEAN", "FIXED_HORIZON"])
 def test_a_split_call_is_divided_as_a_whole(client, agg_type):
     """1025 samples in two operations: a mean of ones is 1, not 2, and so is its gradient's part."""

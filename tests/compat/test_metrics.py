@@ -34,10 +34,9 @@ def test_unique_metrics_are_kept_one_by_one():
     }
 
 
-def test_metrics_that_not_all_chunks_have_are_left_out():
-    assert merge([{"a:sum": 1.0, "b:sum": 1.0}, {"a:sum": 1.0, "c:sum": 9.0}], [1, 1]) == {
-        "a:sum": 2.0
-    }
+def test_metrics_that_some_chunks_lack_are_those_of_the_others():
+    chunks = [{"a:sum": 1.0}, {"a:sum": 1.0, "r:mean": 2.0}, {"a:sum": 4.0, "r:mean": 5.0}]
+    assert merge(chunks, [1024, 1, 2]) == {"a:sum": 6.0, "r:mean": 4.0}
 
 
 def test_metrics_of_an_unknown_reduction_are_left_out():
