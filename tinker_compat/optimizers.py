@@ -37,8 +37,10 @@ def to_config(optimizer: Any) -> sessions_pb2.OptimizerConfig:
     config = sessions_pb2.OptimizerConfig()
     family = "adamw" if optimizer is None else getattr(optimizer, "type", None)
     if family == "adamw":
+        _extra(optimizer, ())
         config.adamw.SetInParent()
     elif family == "dimuon":
+        _extra(optimizer, ("version",))
         version = getattr(optimizer, "version", _DIMUON_VERSION)
         if version != _DIMUON_VERSION:
             refuse(f"Dimuon of version {version!r}: this service has version {_DIMUON_VERSION}.")
@@ -69,11 +71,12 @@ def to_optim_step(optim_params: Any) -> trainer_pb2.OptimStepRequest:
 
     Raises:
         TypeError: for what is no parameters, or a value of another type.
-        ValidationError: for a dict with other fields.
+        ValidationError: for a dict, or an open type named as one of Tinker's, with fields that this one lacks.
         BadRequestError: for parameters of an optimiser that is not there.
     """
     if isinstance(optim_params, Mapping):
         optim_params = types.AdamParams(**optim_params)
+    optim_params = _closed(optim_params)
     request = trainer_pb2.OptimStepRequest()
     if isinstance(optim_params, types.AdamParams):
         set_fields(request.adam, **{name: getattr(optim_params, name) for name in _ADAM})
@@ -98,12 +101,22 @@ def to_optim_step(optim_params: Any) -> trainer_pb2.OptimStepRequest:
     return request
 
 
+def _closed(optim_params: Any) -> Any:
+    """An open type that is named as one with a type of its own becomes that one, with its defaults and checks."""
+    fields = getattr(optim_params, "model_extra", None)
+    family = getattr(optim_params, "type", None)
+    if fields is None or family not in ("adamw", "dimuon"):
+        return optim_params
+    return (types.AdamParams if family == "adamw" else types.DimuonParams)(**fields)
+
+
 def _extra(given: Any, known: Iterable[str]) -> dict[str, Any]:
     """The fields that an open type was given beside its name."""
-    fields = dict(given.model_extra or {})
+    fields = dict(getattr(given, "model_extra", None) or {})
     unknown = sorted(fields.keys() - set(known))
     if unknown:
-        refuse(f"{given.type} has no {', '.join(unknown)}: its parameters are {', '.join(known)}.")
+        accepted = ", ".join(known) or "none here: they come with each optim_step"
+        refuse(f"{given.type} has no {', '.join(unknown)}: its parameters are {accepted}.")
     return fields
 
 

@@ -23,6 +23,14 @@ def muon_config(**fields):
     return types.optimizer.OptimizerConfigBase(type="muon", **fields)
 
 
+def open_config(family: str, **fields):
+    return types.optimizer.OptimizerConfigBase(type=family, **fields)
+
+
+def open_params(family: str, **fields):
+    return types.optimizer.OptimParamsBase(type=family, **fields)
+
+
 def muon_params(**fields):
     return types.optimizer.OptimParamsBase(type="muon", **fields)
 
@@ -62,6 +70,18 @@ def test_clipping_at_a_negative_norm_clips_nothing_as_dimuons_documentation_says
     sent = to_optim_step(tinker.DimuonParams(learning_rate=0.1, grad_clip_norm=-1.0))
     assert sent.dimuon.HasField("grad_clip_norm")
     assert sent.dimuon.grad_clip_norm == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [("adamw", types.AdamParams), ("dimuon", lambda **f: types.DimuonParams(**f))],
+)
+def test_open_types_named_as_tinkers_own_are_those(family, own):
+    assert to_optim_step(open_params(family, learning_rate=0.5)) == to_optim_step(
+        own(learning_rate=0.5)
+    )
+    with pytest.raises(ValueError, match="momentum"):
+        to_optim_step(open_params(family, learning_rate=0.5, momentum=0.9))
 
 
 def test_muon_parameters_are_sent_as_given_and_no_others():
@@ -112,6 +132,8 @@ def test_no_optimizer_is_adamw_and_muon_matches_it_by_default():
         (SimpleNamespace(type="dimuon", version=2), "version 2"),
         (lambda: muon_config(scaling_strategy="loud"), "loud.*original"),
         (lambda: muon_config(nesterov=False), "nesterov.*scaling_strategy"),
+        (lambda: open_config("adamw", beta1=0.5), "adamw has no beta1.*each optim_step"),
+        (lambda: open_config("dimuon", beta1=0.5), "dimuon has no beta1.*version"),
     ],
 )
 def test_optimizers_that_are_not_there_are_refused_by_name(service, optimizer, named):
