@@ -580,9 +580,10 @@ PROMPTED = on_policy([0.0, 1.0, 1.0], logprobs=[0.0, -1.0, -1.0])
         ("grpo", {"agg_type": "SEQUENCE_MEAN"}, "weights"),
         ("grpo", {"ratio_type": "SEQUENCE"}, "weights"),
         ("grpo", {"beta": 0.1}, "weights"),
+        ("dro", {}, "weights"),
     ],
 )
-def test_prompts_that_are_averaged_over_are_told_of(name, params, mask):
+def test_prompts_that_are_taken_in_are_told_of(name, params, mask):
     complete = losses.complete_params(name, params)
     masked = {**PROMPTED, mask: np.array([0.0, 1.0, 1.0])}
     first_sampled = on_policy([1.0, 1.0])
