@@ -147,7 +147,8 @@ def _densify(tensor: pb.Tensor, values: np.ndarray, what: str) -> np.ndarray:
         raise fail(
             Reason.INVALID_ARGUMENT,
             f"{what}: malformed CSR: shape {list(dims)} needs {dims[0] + 1 if dims else 1} ascending crow_indices "
-            f"from 0 to the number of values ({values.size}), and one col_index below the width for each value.",
+            f"from 0 to the number of values ({values.size}), and for each value a col_index below the width that its "
+            "row has once.",
             what=what,
         )
     dense = np.zeros(dims, dtype=values.dtype)
@@ -165,4 +166,13 @@ def _csr_is_sound(
         return False
     if crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
         return False
-    return col.size == 0 or bool(col.min() >= 0 and col.max() < dims[1])
+    if col.size == 0:
+        return True
+    return bool(col.min() >= 0 and col.max() < dims[1]) and not _has_duplicates(crow, col, dims)
+
+
+def _has_duplicates(crow: np.ndarray, col: np.ndarray, dims: tuple[int, ...]) -> bool:
+    """Whether two values have the same place: one of them would be lost."""
+    taken = np.zeros(dims, bool)
+    taken[np.repeat(np.arange(dims[0]), np.diff(crow)), col] = True
+    return int(np.count_nonzero(taken)) != col.size

@@ -111,6 +111,13 @@ def test_malformed_csr_is_refused(crow, col, shape):
     assert error.value.reason is Reason.INVALID_ARGUMENT
 
 
+def test_two_values_of_one_place_are_refused_as_one_would_be_lost():
+    crow, col = np.array([0, 2, 3]), np.array([1, 1, 1])
+    twice = tensors.encode_csr(np.ones(3, np.float32), crow, col, (2, 2))
+    with pytest.raises(PostTrainingError, match="its row has once"):
+        tensors.decode(twice)
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
