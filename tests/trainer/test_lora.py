@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment
+from backend.trainer.dropout import Dropout, SampleRows
+from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment, adapters_at
 
 IN, OUT, TOKENS = 7, 5, 12
 
@@ -121,3 +122,83 @@ def test_input_that_needs_no_gradient_gets_none():
     layer(x).sum().backward()
     assert x.grad is None
     assert lora.grad_b.abs().sum() > 0
+
+
+def test_dropout_equals_autograd_with_the_same_mask():
+    """Two sessions, one of which drops; their scales differ from the factor of dropout."""
+    dropout = Dropout(seed=1, step=2, probability=0.4, samples=[SampleRows(number=0, num_tokens=7)])
+    kept = torch.from_numpy(dropout.kept("layer", IN))
+    assert 0 < int(kept.sum()) < kept.numel()
+    dropping, plain = weights(3, seed=10), weights(2, seed=20)
+    segments = [
+        Segment(
+            start=0,
+            stop=7,
+            weights={"layer": dropping},
+            dropout=dropout,
+            anchor=torch.zeros(1).requires_grad_(),
+        ),
+        segment(7, TOKENS, plain),
+    ]
+    x, grad_y = normal(1, TOKENS, IN, seed=2), normal(1, TOKENS, OUT, seed=3)
+    y, grad_x = output_and_gradients(segments, x, grad_y)
+    leaves = [t.clone().requires_grad_() for t in (x, dropping.a, dropping.b, plain.a, plain.b)]
+    x2, a, b, a2, b2 = leaves
+    base = layer_of(Routing())
+    read = x2[:, :7] * kept * dropout.factor
+    added = torch.cat([read @ a.T @ b.T, x2[:, 7:] @ a2.T @ b2.T], dim=1)
+    expected = F.linear(x2, base.weight, base.bias) + 0.5 * added
+    torch.testing.assert_close(y, expected.detach())
+    wanted = torch.autograd.grad(expected, leaves, grad_y)
+    got = (grad_x, dropping.grad_a, dropping.grad_b, plain.grad_a, plain.grad_b)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bfloat16_inputs_meet_adapters_in_float32():
+    """Input, output and their gradients rounded once each; the adapter's own gradients not at all."""
+    lora = LoraWeights(
+        **{
+            name: getattr(weights(3, seed=10), name).float()
+            for name in ("a", "b", "grad_a", "grad_b")
+        },
+        scale=0.5,
+    )
+    x = normal(TOKENS, IN, seed=2).bfloat16()
+    y, grad_y = normal(TOKENS, OUT, seed=4).bfloat16(), normal(TOKENS, OUT, seed=3).bfloat16()
+    grad_x = normal(TOKENS, IN, seed=5).bfloat16()
+    wide = x.float() @ lora.a.T
+    expected_y = (y.float() + 0.5 * wide @ lora.b.T).bfloat16()
+    grad_down = grad_y.float() @ lora.b
+    expected_x = (grad_x.float() + 0.5 * grad_down @ lora.a).bfloat16()
+    down = lora.add_to(y, x)
+    lora.add_gradients(grad_y, x, down, grad_x)
+    assert down.dtype == torch.float32
+    # One unit in the last place of bfloat16, where sums are taken in another order.
+    for got, wanted in ((y, expected_y), (grad_x, expected_x)):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=0)
+    torch.testing.assert_close(lora.grad_b, 0.5 * grad_y.float().T @ wide)
+    torch.testing.assert_close(lora.grad_a, 0.5 * grad_down.T @ x.float())
+
+
+@pytest.mark.parametrize("rows", [range(12), [0, 4, 5, 6, 9, 11], [5, 6], []])
+def test_selected_rows_keep_their_adapters_and_masks(rows):
+    """And a range of rows is a selection."""
+    dropout = Dropout(seed=1, step=0, probability=0.4, samples=[SampleRows(number=0, num_tokens=5)])
+    segments = [
+        Segment(start=0, stop=5, weights={"layer": weights(3, seed=10)}, dropout=dropout),
+        segment(5, 7, None),
+        segment(7, TOKENS, weights(2, seed=20)),
+    ]
+    adapters = adapters_at("layer", segments)
+    x = normal(TOKENS, IN, seed=2)
+    whole = torch.zeros(TOKENS, OUT, dtype=torch.float64)
+    adapters.add_to(whole, x)
+    chosen = torch.tensor(list(rows), dtype=torch.int64)
+    part = torch.zeros(len(chosen), OUT, dtype=torch.float64)
+    adapters.select(chosen).add_to(part, x[chosen])
+    torch.testing.assert_close(part, whole[chosen])
+    between = torch.zeros(6, OUT, dtype=torch.float64)
+    adapters.between(3, 9).add_to(between, x[3:9])
+    torch.testing.assert_close(between, whole[3:9])
