@@ -26,6 +26,7 @@ T = TypeVar("T")
 # sent, our own ends with us.
 _EXIT_WAIT_S = 10.0
 _EXIT_SILENCE_S = 1.0
+_EXIT_STOP_S = 5.0
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -82,12 +83,14 @@ class Holder:
     def add_session(self, session: TrainingSession) -> None:
         self._sessions.add(session)
         if session.info.HasField("full_weights"):
-            # It keeps others out, so it is to end with this client even if its own was let go of.
+            # It keeps others out, so it is to end with this client, or with the script, even if both were let go of.
             self._kept.append(session)
+            _keeping.add(self)
 
     def close(self, *, finish: bool = True) -> OperationFuture[None]:
         """Ends the training sessions on the server, after their operations if `finish`, and the connection."""
         was_closed, self._is_closed = self._is_closed, True
+        _keeping.discard(self)
         return completed(None) if was_closed else start(self._close(finish))
 
     async def _close(self, finish: bool) -> None:
@@ -102,22 +105,38 @@ class Holder:
         await self.connection.close()
 
     def finish_at_exit(self) -> None:
-        """Waits for operations that were dropped, as in a script whose last line saves."""
-        running = [future for future in list(self._operations) if not future.done()]
-        if not running or os.getpid() != self._owner or hasattr(sys, "last_type"):
+        """Waits for operations that were dropped, as in a script whose last line saves, unless the script failed. Then
+        full weights make room for others."""
+        if os.getpid() != self._owner:
             return
+        if hasattr(sys, "last_type") or self._finish():
+            self._stop_kept()
+
+    def _finish(self) -> bool:
+        """Whether all operations have ended."""
+        running = [future for future in list(self._operations) if not future.done()]
         _, running = wait(running, timeout=_EXIT_SILENCE_S)
         if running:
-            is_ours = isinstance(self.connection.server, EmbeddedServer)
             print(
                 f"together-post-training: operations that nobody waited for are being finished ({len(running)}); "
                 "Ctrl-C drops them",
                 file=sys.stderr,
             )
-            wait(running, timeout=None if is_ours else _EXIT_WAIT_S)
+            _, running = wait(running, timeout=None if self._is_server_ours else _EXIT_WAIT_S)
+        return not running
+
+    def _stop_kept(self) -> None:
+        if self._kept and not self._is_closed and not self._is_server_ours:
+            wait([start(session.stop()) for session in self._kept], timeout=_EXIT_STOP_S)
+
+    @property
+    def _is_server_ours(self) -> bool:
+        return isinstance(self.connection.server, EmbeddedServer)
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+# Those of full weights that are not closed.
+_keeping: set[Holder] = set()
 
 
 def _finish_at_exit() -> None:

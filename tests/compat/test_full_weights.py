@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinker_compat as tinker
-from tests.compat.conftest import MODEL, running_server
+from tests.compat.conftest import MODEL, REPOSITORY, running_server
 
 TINY = "builtin:tiny"
 TEXT = "To be, or not to be, that is the question."
@@ -109,6 +111,31 @@ def test_saved_full_weights_are_served_as_a_base_model(tiny_address: str, store:
         client = service.create_lora_training_client("mine", rank=4).result()
         got = client.forward([datum(tokens)], "cross_entropy").result().metrics["loss:sum"]
         assert got == pytest.approx(wanted, abs=1e-3)
+
+
+SCRIPT = """
+import sys
+import tinker_compat as tinker
+
+def main():
+    client = tinker.ServiceClient(base_url=sys.argv[1]).create_full_training_client(sys.argv[2]).result()
+    print(client.model_id)
+    client.save_state("last")
+
+main()
+exec(sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "1 / 0", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_full_weights_make_room_when_their_script_ends(address: str, end: str):
+    """Nobody closes a client, or holds on to it, at the end of an ordinary script."""
+    command = [sys.executable, "-c", SCRIPT, address, MODEL, end]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    with tinker.ServiceClient(base_url=address) as service:
+        client = service.create_full_training_client(MODEL).result(timeout=5)
+        if end == "pass":
+            client.load_state(f"tinker://{done.stdout.strip()}/weights/last").result()
 
 
 def test_second_full_training_client_waits_for_the_first_to_end(address: str):
