@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _transfer(options: argparse.Namespace) -> int:
     try:
         print(options.run(options))
-    except PostTrainingError as error:
+    except (PostTrainingError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -67,6 +67,11 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together."""
     if not options.model and not options.load_on_demand:
         raise ValueError("nothing to serve: name a --model, or give --load-on-demand")
+    names = [spec.name for spec in options.model]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"--model {twice[0]} is given twice: every model needs a name of its own, which --model NAME=PATH gives it"
+        )
     if not options.allow_anonymous and not _is_loopback(options.host):
         raise ValueError(
             f"--host {options.host} can be reached from other machines, and this server does not check API keys yet: "
@@ -275,17 +280,34 @@ def _add_how_to_compute(serve: argparse.ArgumentParser) -> None:
 
 
 def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
+    what = "a whole number" if kind is int else "a number"
+    return _number(kind, f"{what} above 0", lambda value: 0 < value < math.inf)
+
+
+def _number(
+    kind: Callable[[str], T], accepted: str, fits: Callable[[T], bool]
+) -> Callable[[str], T]:
+    """Reads an option. `accepted`: what `fits`, in words."""
+
     def parse(text: str) -> T:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: it must be above 0")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {accepted}")
         return value
 
     return parse
 
 
 def _add_where_to_listen(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
+    serve.add_argument(
+        "--port",
+        type=_number(int, "0 to 65535", lambda port: 0 <= port <= 65535),
+        default=DEFAULT_PORT,
+        help="0 picks a free one",
+    )
     serve.add_argument("--host", default="127.0.0.1", help="where to listen")
     serve.add_argument(
         "--allow-anonymous",
@@ -303,14 +325,14 @@ def _add_how_to_end(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--grace",
-        type=float,
+        type=_number(float, "a number of seconds, 0 or above", lambda s: 0 <= s < math.inf),
         default=30.0,
         metavar="S",
         help="how long SIGTERM waits for what runs",
     )
     serve.add_argument(
         "--gap-timeout",
-        type=float,
+        type=_positive(float),
         default=60.0,
         metavar="S",
         help="how long a missing operation of a silent caller is waited for",

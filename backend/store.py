@@ -55,7 +55,8 @@ def open_store(root: Path) -> Store:
     """Takes the part `server`; makes the directory where it is missing.
 
     Raises:
-        PostTrainingError: UNAVAILABLE while another server uses it, naming that server's process.
+        PostTrainingError: UNAVAILABLE while another server uses it, naming that server's process; INVALID_ARGUMENT
+            where there can be no such directory.
     """
     root = _make(root)
     store = _take(root, "server")
@@ -80,7 +81,15 @@ def open_embedded_store(root: Path) -> Store:
 
 def _make(root: Path) -> Path:
     root = root.expanduser().resolve()
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"The store {root} cannot be made ({error.strerror}): give a directory that this user may write to with "
+            "--store.",
+            store=root,
+        ) from None
     return root
 
 

@@ -15,7 +15,7 @@ from backend.checkpoints.import_peft import read_adapter
 from backend.checkpoints.manifest import ADAPTER_WEIGHTS, PEFT_CONFIG, Manifest
 from backend.checkpoints.store import CheckpointStore
 from backend.config import DEFAULT_STORE
-from backend.resources.builtin import BIGRAM
+from backend.resources.builtin import BIGRAM, BUILTIN_MODELS
 from backend.resources.catalog import ModelSpec
 from backend.trainer.base import Adapter
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -158,7 +158,9 @@ def _base_directory(spec: ModelSpec) -> Path | None:
     try:
         return base_model.find(spec.path)
     except PostTrainingError as error:
-        if error.reason is not Reason.MODEL_NOT_FOUND:
+        # No server will ever have a builtin model of another name.
+        is_misnamed = spec.path.startswith("builtin:") and spec.path not in BUILTIN_MODELS
+        if error.reason is not Reason.MODEL_NOT_FOUND or is_misnamed:
             raise
         return None
 

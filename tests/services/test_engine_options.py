@@ -31,12 +31,23 @@ def test_options_are_chosen_by_the_machine_unless_given():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--token-budget", "0"), ("--activation-memory", "-1"), ("--activation-memory", "inf")],
+    [
+        ("--token-budget", "0", "a whole number above 0"),
+        ("--token-budget", "many", "a whole number above 0"),
+        ("--activation-memory", "-1", "a number above 0"),
+        ("--activation-memory", "inf", "a number above 0"),
+        ("--gap-timeout", "nan", "a number above 0"),
+        ("--grace", "-1", "a number of seconds, 0 or above"),
+        ("--grace", "nan", "a number of seconds, 0 or above"),
+        ("--port", "99999", "0 to 65535"),
+    ],
 )
-def test_amounts_that_are_none_are_refused(arguments, capsys):
+def test_numbers_that_are_none_are_refused(arguments, capsys):
+    *given, accepted = arguments
     with pytest.raises(SystemExit):
-        options(*arguments)
-    assert f"{arguments[1]}: it must be above 0" in capsys.readouterr().err
+        options(*given)
+    says = f"argument {given[0]}: {given[1]!r}: it must be {accepted}"
+    assert says in capsys.readouterr().err
 
 
 def test_engines_are_opened_as_the_options_say(tmp_path, monkeypatch, caplog):

@@ -202,6 +202,7 @@ def _is_alive(pid: int) -> bool:
         ([], "--load-on-demand"),
         (["--model", MODEL, "--host", "0.0.0.0"], "--allow-anonymous"),
         (["--model", MODEL, "--host", "example.org"], "does not check API keys yet"),
+        (["--model", MODEL, "--model", f"{MODEL}=elsewhere"], "is given twice"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -210,6 +211,15 @@ def test_options_that_do_not_go_together_are_refused(
     assert main(["serve", "--store", str(tmp_path), *options]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_store_that_cannot_be_made_ends_the_start_with_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "file").touch()
+    for store in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["serve", "--model", MODEL, "--port", "0", "--store", str(store)]) == 1
+        assert f"error: The store {store} cannot be made" in capsys.readouterr().err
 
 
 def test_unknown_model_ends_the_start_with_a_sentence(

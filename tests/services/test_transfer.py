@@ -85,3 +85,17 @@ def test_keys_of_another_model_are_refused_where_they_are_used(tmp_path: Path, c
         ):
             with pytest.raises(Exception, match=key):
                 call()
+
+
+def test_what_cannot_be_read_or_found_is_said_in_a_sentence(tmp_path: Path, capsys):
+    directory, file = always_nine(tmp_path / "adapter"), tmp_path / "file"
+    file.touch()
+    store = ["--store", str(tmp_path / "store")]
+    assert main(["import-adapter", str(directory), "--model", "builtin:tinny", *store]) == 1
+    assert "Unknown builtin model 'builtin:tinny'" in capsys.readouterr().err
+    assert main(["import-adapter", str(file), "--model", MODEL, *store]) == 1
+    assert str(file) in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    store = ["--store", str(file)]
+    assert main(["import-adapter", str(directory), "--model", MODEL, *store]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
