@@ -34,12 +34,15 @@ class NewSession:
 
 
 def lora_message(lora: LoraConfig) -> pb.LoraConfig:
+    """As a request for the same adapter says it."""
+    flags = (
+        {} if lora.target_modules else {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp}
+    )
     return pb.LoraConfig(
         rank=lora.rank,
         alpha=lora.alpha,
         seed=lora.seed,
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
+        **flags,
         train_unembed=lora.train_unembed,
         dropout=lora.dropout,
         target_modules=lora.target_modules,

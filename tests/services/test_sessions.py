@@ -38,13 +38,22 @@ def test_session_shows_the_configuration_it_got(caller: Caller):
     )
     assert shown.state == pb.SESSION_STATE_RUNNING
     assert (shown.lora.rank, shown.lora.alpha) == (32, 64.0)
-    assert shown.lora.train_attn
+    assert shown.lora.target_modules == ["default"]
     assert shown.lora.HasField("seed")
     assert shown.user_metadata == {"k": "größe"}
     assert shown.policy_version == 0
     again = caller.sessions.GetSession(pb.GetSessionRequest(id=shown.id))
     again.last_request_time.CopyFrom(shown.last_request_time)
     assert again == shown
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"train_mlp": False}, {"target_modules": ["lm_head"], "dropout": 0.25}]
+)
+def test_configuration_that_is_shown_makes_the_same_session_again(caller: Caller, fields: dict):
+    shown = caller.sessions.CreateSession(lora(rank=4, **fields))
+    again = caller.sessions.CreateSession(create(lora=shown.lora, optimizer=shown.optimizer))
+    assert (again.lora, again.optimizer) == (shown.lora, shown.optimizer)
 
 
 def test_session_seeds_differ_when_absent_and_an_explicit_0_is_0(caller: Caller):
