@@ -33,7 +33,7 @@ _REDUCTIONS: dict[str, Reduction] = {
 
 
 def merge(chunks: Sequence[Metrics], num_samples: Sequence[int]) -> dict[str, float]:
-    """Metrics of the whole call, from those of its chunks (one is enough).
+    """Metrics of the whole call, by name, from those of its chunks (one is enough).
 
     A metric that some chunks lack is that of the others: a chunk without advantages has no ratios, and those of the
     call are its other chunks'. "unique" ones are kept one by one, as name:unique, name:unique_1, ...; those with an
@@ -43,7 +43,7 @@ def merge(chunks: Sequence[Metrics], num_samples: Sequence[int]) -> dict[str, fl
         ValueError: for a name that does not have exactly one colon.
     """
     merged: dict[str, float] = {}
-    for key in dict.fromkeys(key for chunk in chunks for key in chunk):
+    for key in sorted({key for chunk in chunks for key in chunk}):
         _, reduction = key.split(":")
         values = [chunk[key] for chunk in chunks if key in chunk]
         counts = [n for chunk, n in zip(chunks, num_samples, strict=True) if key in chunk]

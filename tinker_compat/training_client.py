@@ -363,4 +363,5 @@ def _save_request(
 
 
 def _optim_step_response(done: list[operations_pb2.Operation]) -> types.OptimStepResponse:
-    return types.OptimStepResponse(metrics=dict(done[0].optim_step.metrics) or None)
+    # A message's map has no order.
+    return types.OptimStepResponse(metrics=dict(sorted(done[0].optim_step.metrics.items())) or None)

@@ -26,6 +26,12 @@ def test_metrics_are_merged_by_their_suffix(name, values, num_samples, expected)
     assert merge([{name: v} for v in values], num_samples) == {name: expected}
 
 
+def test_metrics_come_by_name_whatever_the_order_in_which_they_are_sent():
+    """So that what a script prints at each step lines up."""
+    chunks = [{"b:sum": 1.0, "a:sum": 2.0}, {"c:sum": 3.0, "a:sum": 4.0}]
+    assert list(merge(chunks, [1, 1])) == ["a:sum", "b:sum", "c:sum"]
+
+
 def test_unique_metrics_are_kept_one_by_one():
     assert merge([{"c:unique": 1.0}, {"c:unique": 2.0}, {"c:unique": 3.0}], [1, 1, 1]) == {
         "c:unique": 1.0,
