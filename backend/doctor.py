@@ -54,9 +54,10 @@ def _describe_engines() -> str:
     from backend.trainer import base_model, memory
 
     device = base_model.find_device()
+    dtype = str(base_model.default_dtype(device)).removeprefix("torch.")
     free = memory.available_bytes(device)
     return (
-        f"on {device} (--device), weights in {base_model.default_dtype(device)} (--dtype); {memory.gib(free)} free, "
+        f"on {device} (--device), weights in {dtype} (--dtype); {memory.gib(free)} free, "
         f"{memory.gib(memory.default_activation_bytes(free))} of it for activations (--activation-memory)"
     )
 
