@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from backend.checkpoints.import_peft import read_adapter
@@ -80,9 +82,9 @@ def import_adapter(options: argparse.Namespace) -> str:
     location = str(base) if base else imported.base_model
     root = _root(options.store)
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    CheckpointStore(root / "checkpoints", time.time).save(
-        manifest, imported.adapter, None, overwrite=False, base_location=location
-    )
+    store = CheckpointStore(root / "checkpoints", time.time)
+    with _saying(Reason.CHECKPOINT_EXISTS, "Here, --name and --session choose another name."):
+        store.save(manifest, imported.adapter, None, overwrite=False, base_location=location)
     return str(manifest.path)
 
 
@@ -96,7 +98,8 @@ def export_checkpoint(options: argparse.Namespace) -> str:
         raise fail(Reason.CHECKPOINT_NOT_FOUND, f"There is no store at {root}.", store=root)
     export.check_free(options.directory)
     store = CheckpointStore(root / "checkpoints", time.time)
-    loaded = store.load(path, optimizer=False)
+    with _saying(Reason.CHECKPOINT_NOT_FOUND, f"The store is {root}; --store names another."):
+        loaded = store.load(path, optimizer=False)
     if options.adapter:
         _check_unused(options)
         if not isinstance(loaded.weights, Adapter):
@@ -120,6 +123,17 @@ def export_checkpoint(options: argparse.Namespace) -> str:
             dtype=options.dtype or "float32",
         )
     return str(options.directory)
+
+
+@contextmanager
+def _saying(reason: Reason, hint: str) -> Iterator[None]:
+    """Adds what there is to do on a command line."""
+    try:
+        yield
+    except PostTrainingError as error:
+        if error.reason is not reason:
+            raise
+        raise replace(error, message=f"{error.message} {hint}") from None
 
 
 def _check_unused(options: argparse.Namespace) -> None:

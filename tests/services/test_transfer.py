@@ -87,6 +87,18 @@ def test_keys_of_another_model_are_refused_where_they_are_used(tmp_path: Path, c
                 call()
 
 
+def test_names_that_are_taken_or_unknown_are_said_with_the_option_to_use(tmp_path: Path, capsys):
+    directory, store = always_nine(tmp_path / "adapter"), tmp_path / "store"
+    adopt = ["import-adapter", str(directory), "--model", MODEL, "--store", str(store)]
+    assert main(adopt) == 0
+    assert main(adopt) == 1
+    assert "--name" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert main(["export", "tinker://a/weights/b", str(out), "--store", str(store)]) == 1
+    assert f"The store is {store}; --store names another." in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_what_cannot_be_read_or_found_is_said_in_a_sentence(tmp_path: Path, capsys):
     directory, file = always_nine(tmp_path / "adapter"), tmp_path / "file"
     file.touch()
