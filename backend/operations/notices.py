@@ -14,7 +14,7 @@ from together_post_training.v1 import operations_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# By kind, which is a few words for the log.
+# By kind, which is a few words for the log: "a warning about its ...".
 Notices = Mapping[str, str]
 
 
@@ -26,7 +26,10 @@ def notices_of(work: Pass, alignment: Alignment) -> Notices:
         notices[f"loss {work.loss}"] = notice
     prompts = losses.prompt_notice(work.loss, work.params, [s.inputs for s in work.samples])
     if prompts is not None:
-        notices["prompts"] = prompts
+        notices["unmasked prompts"] = prompts
+    offsets = losses.offsets_notice(work.loss, work.params)
+    if offsets is not None:
+        notices["clip bounds"] = offsets
     if alignment.warning is not None:
         # Targets of a teacher are no reason not to be told of shifted logprobs later.
         are_targets = alignment.metrics["alignment_shifted_targets:sum"] > 0
@@ -35,7 +38,7 @@ def notices_of(work: Pass, alignment: Alignment) -> Notices:
 
 
 def notices_of_step(params: OptimParams) -> Notices:
-    return {"Dimuon": DIMUON_NOTICE} if isinstance(params, DimuonParams) else {}
+    return {"optimiser Dimuon": DIMUON_NOTICE} if isinstance(params, DimuonParams) else {}
 
 
 def give(session: Session, operation: pb.Operation, notices: Notices) -> None:
@@ -46,4 +49,4 @@ def give(session: Session, operation: pb.Operation, notices: Notices) -> None:
         session.warned_of.add(kind)
         operation.warnings.append(text)
         # Not the text: it may quote what a caller sent.
-        log.warning("session %s is warned: %s", session.id, kind)
+        log.warning("session %s: gave its caller a warning about its %s", session.id, kind)

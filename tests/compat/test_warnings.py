@@ -168,3 +168,14 @@ def test_warnings_are_never_given_in_a_thread_of_the_clients_own(fake):
         assert threads == []
         future.result()
     assert threads == [threading.current_thread().name]
+
+
+def test_bounds_that_are_offsets_are_warned_of_once(client):
+    given = {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}
+    data = [policy_datum(current_logprobs(client))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            client.forward_backward(data, "ppo", given).result()
+    (warning,) = caught
+    assert "0.2 .. 0.2" in str(warning.message)

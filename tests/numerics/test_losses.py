@@ -598,3 +598,21 @@ def test_prompts_that_are_taken_in_are_told_of(name, params, mask):
 @pytest.mark.parametrize("name", ["ppo", "grpo", "cross_entropy", "importance_sampling"])
 def test_prompts_are_no_matter_where_each_position_stands_alone(name):
     assert losses.prompt_notice(name, losses.complete_params(name, {}), [PROMPTED]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "is_told"),
+    [
+        ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}, True),
+        ("gspo", {"clip_low_threshold": 1.1, "clip_high_threshold": 1.2}, True),
+        ("cispo", {"clip_high_threshold": 0.28}, True),
+        ("ppo", {}, False),
+        ("cispo", {}, False),
+        ("ppo", {"clip_high_threshold": 1.0}, False),
+        ("dro", {}, False),
+    ],
+)
+def test_bounds_that_look_like_offsets_are_told_of(name, given, is_told):
+    notice = losses.offsets_notice(name, losses.complete_params(name, given))
+    assert (notice is not None) is is_told
+    assert not is_told or name in str(notice)

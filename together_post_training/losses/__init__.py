@@ -22,6 +22,7 @@ from together_post_training.losses.grpo import grpo
 from together_post_training.losses.gspo import gspo
 from together_post_training.losses.importance_sampling import importance_sampling
 from together_post_training.losses.metrics import summarize
+from together_post_training.losses.offsets import offsets_notice
 from together_post_training.losses.params import complete_params
 from together_post_training.losses.ppo import ppo
 from together_post_training.losses.preparation import for_whole_call, prepare
@@ -47,6 +48,7 @@ __all__ = [
     "grpo",
     "gspo",
     "importance_sampling",
+    "offsets_notice",
     "ppo",
     "prepare",
     "prompt_notice",
