@@ -351,5 +351,5 @@ def test_what_a_loss_must_say_is_said_once_per_session_and_kept_with_the_result(
     assert [warned(one) for one in listed.operations] == [[], [text]]
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [line for line in said if run.id in line] == [
-        f"session {run.id} gave its caller a warning about its loss stable_reinforce"
+        f"session {run.id}: gave its caller a warning about its loss stable_reinforce"
     ]
