@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backend.trainer import targets
 from backend.trainer.base import (
@@ -31,6 +31,14 @@ from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.lora import LoraWeights, Segment
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gradient:
+    """A flat buffer, and the weights of every layer with its part of the buffer."""
+
+    buffer: Tensor
+    by_path: Mapping[str, LoraWeights]
 
 
 class AdapterSlot:
@@ -52,13 +60,16 @@ class AdapterSlot:
         self.weights = nn.Parameter(torch.zeros(self._layout.size, device=device))
         # Every tensor of an adapter is a matrix.
         self._optimizer = FlatOptimizer(optimizer, self.weights, self._layout)
-        self._pass_gradient = torch.zeros_like(self.weights, requires_grad=False)
-        self._window_gradient = torch.zeros_like(self.weights, requires_grad=False)
+        self._of_pass, self._of_window = self._gradient(layers), self._gradient(layers)
         self._has_gradients = False
         # Of the window's passes so far.
         self._num_samples = 0
-        self.by_path = self._by_path(layers)
         _draw(self.by_path, lora.seed)
+
+    @property
+    def by_path(self) -> Mapping[str, LoraWeights]:
+        """Its part in each layer, with where a pass that runs now adds its gradient."""
+        return self._of_pass.by_path
 
     @property
     def optimizer_config(self) -> OptimizerConfig:
@@ -80,17 +91,17 @@ class AdapterSlot:
 
     def begin_pass(self) -> None:
         """What layers add from here on is this pass's gradient."""
-        self._pass_gradient.zero_()
+        self._of_pass.buffer.zero_()
 
     def commit_pass(self, num_samples: int) -> None:
         """See `backend.trainer.slot.Slot.commit_pass`."""
         # A sum of finite numbers may overflow: only then is each looked at.
-        if not math.isfinite(self._pass_gradient.sum()):
+        if not math.isfinite(self._of_pass.buffer.sum()):
             self._require_finite()
         if self._has_gradients:
-            self._window_gradient.add_(self._pass_gradient)
+            self._of_window.buffer.add_(self._of_pass.buffer)
         else:
-            self._window_gradient.copy_(self._pass_gradient)
+            self._of_window, self._of_pass = self._of_pass, self._of_window
         self._has_gradients = True
         self._num_samples += num_samples
 
@@ -102,7 +113,7 @@ class AdapterSlot:
         """See `backend.trainer.base.Trainer.optim_step`."""
         assert self._has_gradients, "optim_step is called only with gradients"
         self.clear_gradients()
-        return self._optimizer.step(self._window_gradient, params)
+        return self._optimizer.step(self._of_window.buffer, params)
 
     def copy_weights(self) -> Adapter:
         return Adapter(
@@ -131,9 +142,10 @@ class AdapterSlot:
             samples=[replace(s, number=self._num_samples + s.number) for s in samples],
         )
 
-    def _by_path(self, layers: Sequence[Layer]) -> Mapping[str, LoraWeights]:
+    def _gradient(self, layers: Sequence[Layer]) -> _Gradient:
+        buffer = torch.zeros_like(self.weights, requires_grad=False)
         weights = self._layout.views(self.weights.detach())
-        gradients = self._layout.views(self._pass_gradient)
+        gradients = self._layout.views(buffer)
         by_path = {}
         for layer in layers:
             a, b = layer.tensors
@@ -144,10 +156,10 @@ class AdapterSlot:
                 grad_b=gradients[b],
                 scale=self.lora.scale,
             )
-        return by_path
+        return _Gradient(buffer, by_path)
 
     def _require_finite(self) -> None:
-        for name, gradient in self._layout.views(self._pass_gradient).items():
+        for name, gradient in self._layout.views(self._of_pass.buffer).items():
             if not gradient.isfinite().all():
                 raise fail(
                     Reason.NON_FINITE_LOSS,
