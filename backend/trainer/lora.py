@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -28,7 +29,11 @@ from backend.trainer.dropout import Dropout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dropped:
-    """Inputs of A that are left out. kept: bool (T, in); factor: what one that is kept counts."""
+    """Inputs of A that are left out.
+
+    kept: uint8 (T, in), 1 or 0: torch multiplies by it three times as fast as by bool.
+    factor: what an input that is kept counts.
+    """
 
     kept: Tensor
     factor: float
@@ -103,6 +108,11 @@ class AdaptedRows:
             dropped = Dropped(kept=dropped.kept[rows], factor=dropped.factor)
         return replace(self, start=start, stop=start + num_rows, dropped=dropped)
 
+    def masked(self, mask: Tensor | None) -> AdaptedRows:
+        if self.dropped is None or mask is None:
+            return self
+        return replace(self, dropped=replace(self.dropped, kept=mask))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
@@ -121,6 +131,14 @@ class Adapters:
         for p, down_TR in zip(self.pieces, downs, strict=True):
             grad_x = None if grad_x_TI is None else p.of(grad_x_TI)
             p.weights.add_gradients(p.of(grad_y_TO), p.of(x_TI), down_TR, grad_x, p.dropped)
+
+    def masks(self) -> list[Tensor | None]:
+        """What each keeps of its input; None where nothing is dropped."""
+        return [None if p.dropped is None else p.dropped.kept for p in self.pieces]
+
+    def with_masks(self, masks: Sequence[Tensor | None]) -> Adapters:
+        """The same with these in place of their own; None where nothing is dropped."""
+        return Adapters(tuple(p.masked(m) for p, m in zip(self.pieces, masks, strict=True)))
 
     def between(self, start: int, stop: int) -> Adapters:
         """Of rows start..stop alone, counted from `start`."""
@@ -174,7 +192,7 @@ def _rows(path: str, segment: Segment) -> AdaptedRows:
     weights, dropped = segment.weights[path], None
     if segment.dropout is not None:
         kept = segment.dropout.kept(path, weights.a.shape[1])
-        on_device = torch.from_numpy(kept).to(weights.a.device)
+        on_device = torch.from_numpy(kept.view(np.uint8)).to(weights.a.device)
         dropped = Dropped(kept=on_device, factor=segment.dropout.factor)
     return AdaptedRows(
         start=segment.start,
@@ -232,18 +250,22 @@ class _Lora(torch.autograd.Function):
     def forward(ctx, x, weight, bias, adapters, *anchors):
         y = storage.linear(x, weight, bias)
         downs = adapters.add_to(y.flatten(0, -2), x.flatten(0, -2))
-        ctx.save_for_backward(x, weight, *downs)
-        ctx.adapters = adapters
+        masks = adapters.masks()
+        # Masks are saved as other tensors are, so that layers that are computed again do not keep them.
+        ctx.save_for_backward(x, weight, *downs, *masks)
+        ctx.adapters = adapters.with_masks([m if m is None else m.new_empty(0) for m in masks])
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        x, weight, *downs = ctx.saved_tensors
+        x, weight, *saved = ctx.saved_tensors
+        downs, masks = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         grad_y_TO, grad_x_TI = grad_y.flatten(0, -2), None
         if ctx.needs_input_grad[0]:
             grad_x_TI = storage.back_product(grad_y_TO, weight)
-        ctx.adapters.add_gradients(grad_y_TO, x.flatten(0, -2), downs, grad_x_TI)
+        adapters = ctx.adapters.with_masks(masks)
+        adapters.add_gradients(grad_y_TO, x.flatten(0, -2), downs, grad_x_TI)
         grad_x = None if grad_x_TI is None else grad_x_TI.view(x.shape)
         return grad_x, None, None, None, *(None for _ in ctx.adapters.pieces)
 
