@@ -60,6 +60,9 @@ def _transfer(options: argparse.Namespace) -> int:
     except (PostTrainingError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

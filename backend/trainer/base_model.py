@@ -212,7 +212,7 @@ def _cached_snapshot(source: str) -> Path | None:
 
 
 def _load_module(source: str, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    with _without_progress_bar():
+    with without_progress_bar():
         # The option's return type is not in the signature.
         module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             directory,
@@ -231,7 +231,7 @@ def _load_module(source: str, directory: Path, dtype: torch.dtype) -> PreTrained
 
 
 @contextmanager
-def _without_progress_bar() -> Iterator[None]:
+def without_progress_bar() -> Iterator[None]:
     """Reading takes a second or two: whoever starts a server wants its own lines alone."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

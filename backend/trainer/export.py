@@ -50,7 +50,8 @@ def export_merged(
         merge(module, weights)
     with directory_to_fill(target) as scratch:
         model_files.write_companions(scratch, Path(loaded.info.location))
-        module.to(getattr(torch, dtype)).save_pretrained(scratch)
+        with base_model.without_progress_bar():
+            module.to(getattr(torch, dtype)).save_pretrained(scratch)
 
 
 @torch.no_grad()
@@ -88,7 +89,9 @@ def directory_to_fill(target: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
-        scratch.chmod(0o755)
+        # safetensors writes files that nobody else may read.
+        for path in (scratch, *scratch.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         scratch.rename(target)
     except OSError:
         check_free(target)

@@ -198,6 +198,7 @@ def test_command_refuses_what_it_would_overwrite(base_of, directory_of, tmp_path
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
     (tmp_path / "out" / "mine").unlink()
     assert run_export(path, tmp_path / "out", "--store", store) == 0
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o644}
 
 
 def test_command_says_what_is_missing(base_of, tmp_path, capsys):
