@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from backend.trainer.base import AdamParams, FullConfig, LoraConfig, Pass, WeightsConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import decoder_layers
+from backend.trainer.dropout import Dropout, SampleRows
+from backend.trainer.packed_model import pack
 from backend.trainer.targets import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import random_sample
@@ -99,6 +102,31 @@ def test_dropout_is_the_same_when_it_is_computed_again(base_of):
         run(trainer)
         gradients.append(take_gradient(trainer, "s"))
     assert_same(*gradients)
+
+
+def test_masks_of_dropout_are_kept_only_where_layers_are(base_of, monkeypatch):
+    """They are as large as what goes into every layer: several times what recomputing keeps."""
+    lora = LoraConfig(rank=4, alpha=8, seed=0, dropout=0.5, train_unembed=False)
+    num_layers = 2 * 7
+    trainer, _ = trainers(base_of("llama"), lora)
+    drawn: list[weakref.ref] = []
+    plain = Dropout.kept
+
+    def kept(self, path, width):
+        mask = plain(self, path, width)
+        drawn.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(Dropout, "kept", kept)
+    row = pack(SAMPLES)
+    rows = [SampleRows(number=i, num_tokens=s.num_tokens) for i, s in enumerate(SAMPLES)]
+    segment = trainer._slots["s"].segment(0, rows, for_backward=True)
+    for recompute, num_alive in ((False, num_layers), (True, 0)):
+        drawn.clear()
+        forward = trainer._packed.forward(row, [segment], for_backward=True, recompute=recompute)
+        assert len(drawn) == num_layers
+        assert sum(mask() is not None for mask in drawn) == num_alive
+        del forward
 
 
 def test_losses_that_need_the_logprobs_first_are_recomputed_too(base_of):
