@@ -190,7 +190,7 @@ def test_positions_without_weight_add_nothing_at_any_ratio(name: str, data: st.D
         value, longer = fn(lp, inputs, params), fn(padded_lp, padded, params)
     np.testing.assert_array_equal(longer.gradient, [*value.gradient, 0, 0])
     size = np.abs(references.value_and_gradient(name, lp, inputs, params)[0]).sum()
-    if np.isfinite(size):
+    if size < 1e300:  # Terms of both signs that overflow have no sum.
         assert longer.loss == pytest.approx(value.loss, rel=REL, abs=REL * size)
     assert longer.metrics == pytest.approx(value.metrics, rel=REL)
     assert longer.num_trained == value.num_trained
