@@ -21,7 +21,7 @@ from backend.trainer.torch_trainer import TorchTrainer
 from together_post_training.errors import PostTrainingError
 from together_post_training.samples import Sample
 
-_NUM_TOKENS = 8000
+_NUM_TOKENS = 5000
 # On top of what holes in the heap may still hold.
 _ALLOWED_BYTES = 4 * 2**20
 
