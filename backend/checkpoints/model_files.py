@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-
-from backend.checkpoints import peft_files
-from backend.trainer.base import Array, FullWeights, OptimizerState
+from backend.checkpoints.tensor_file import read_float32, write_float32
+from backend.trainer.base import FullWeights
 from together_post_training.errors import Reason, fail
 
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 # What transformers may read beside the weights; those that the base model has are copied.
@@ -39,24 +33,13 @@ _COMPANIONS = (
 
 def write_weights(path: Path, weights: FullWeights) -> None:
     """transformers wants this metadata."""
-    _save(path, weights.tensors, {"format": "pt"})
+    write_float32(path, weights.tensors, {"format": "pt"})
 
 
 def read_weights(path: Path) -> FullWeights:
     """Raises ValueError for what is not a safetensors file of float32."""
-    tensors, _ = _load(path)
+    tensors, _ = read_float32(path)
     return FullWeights(tensors=tensors)
-
-
-def write_optimizer(path: Path, state: OptimizerState) -> None:
-    """As `peft_files.encode_optimizer`."""
-    tensors, metadata = peft_files.optimizer_tensors(state)
-    _save(path, tensors, metadata)
-
-
-def read_optimizer(path: Path) -> OptimizerState:
-    """Raises ValueError for what `write_optimizer` did not write."""
-    return peft_files.optimizer_from(*_load(path))
 
 
 def write_companions(directory: Path, base: Path) -> list[str]:
@@ -84,20 +67,3 @@ def write_companions(directory: Path, base: Path) -> list[str]:
     for name in present:
         shutil.copyfile(base / name, directory / name)
     return [CONFIG, *present]
-
-
-def _save(path: Path, tensors: Mapping[str, Array], metadata: dict[str, str]) -> None:
-    whole = {name: np.ascontiguousarray(t, dtype=np.float32) for name, t in tensors.items()}
-    save_file(whole, path, metadata=metadata)
-
-
-def _load(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """(tensors, metadata)"""
-    try:
-        with safe_open(path, framework="np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(f"it is not a whole safetensors file ({error})") from None
-    peft_files.require_float32(tensors)
-    return tensors, metadata

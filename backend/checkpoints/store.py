@@ -23,6 +23,7 @@ from backend.checkpoints.manifest import (
     FileEntry,
     Manifest,
 )
+from backend.checkpoints.optimizer_file import read_optimizer, write_optimizer
 from backend.trainer.base import FullConfig, FullWeights, OptimizerState, Weights
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import CheckpointPath
@@ -134,7 +135,7 @@ class CheckpointStore:
             return LoadedCheckpoint(
                 manifest=manifest,
                 weights=_read(manifest, version, manifest.weights_file, _weights_reader(manifest)),
-                optimizer=_read(manifest, version, OPTIMIZER, model_files.read_optimizer)
+                optimizer=_read(manifest, version, OPTIMIZER, read_optimizer)
                 if optimizer
                 else None,
             )
@@ -232,7 +233,7 @@ def _write(
         (directory / PEFT_CONFIG).write_bytes(config)
     if optimizer is not None:
         names.append(OPTIMIZER)
-        model_files.write_optimizer(directory / OPTIMIZER, optimizer)
+        write_optimizer(directory / OPTIMIZER, optimizer)
     return names
 
 

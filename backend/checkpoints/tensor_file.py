@@ -1,13 +1,15 @@
-"""Tensors of safetensors files in float32, whatever they are kept in, one at a time. No torch."""
+"""Tensors in safetensors files: read one at a time whatever they are kept in, and those that are float32. No torch."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from backend.trainer.base import Array
 
@@ -39,6 +41,35 @@ class TensorFile:
             file.seek(self._start + begin)
             data = file.read(end - begin)
         return _decode(name, entry["dtype"], data).reshape(entry["shape"])
+
+
+def write_float32(path: Path, tensors: Mapping[str, Array], metadata: dict[str, str]) -> None:
+    """Goes to disk tensor by tensor."""
+    save_file(contiguous(tensors), path, metadata=metadata)
+
+
+def read_float32(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """(tensors, metadata), tensor by tensor. Raises ValueError for what is not a safetensors file of float32."""
+    try:
+        with safe_open(path, framework="np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"it is not a whole safetensors file ({error})") from None
+    require_float32(tensors)
+    return tensors, metadata
+
+
+def contiguous(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """float32, as safetensors wants them."""
+    return {name: np.ascontiguousarray(t, dtype=np.float32) for name, t in tensors.items()}
+
+
+def require_float32(tensors: Mapping[str, Array]) -> None:
+    """Raises ValueError, naming a tensor that is not."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != np.float32:
+            raise ValueError(f"{name} is {tensor.dtype}, must be float32")
 
 
 def find_base_tensor(directory: Path, name: str) -> Array | None:
