@@ -233,6 +233,10 @@ decode_pass = functools.partial(parse.pass_work, records=SequenceRecords(lambda:
 _KINDS = {
     t.ForwardRequest: (pb.OPERATION_KIND_FORWARD, decode_pass),
     t.ForwardBackwardRequest: (pb.OPERATION_KIND_FORWARD_BACKWARD, decode_pass),
+    t.CustomForwardBackwardRequest: (
+        pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD,
+        parse.custom_work,
+    ),
     t.OptimStepRequest: (
         pb.OPERATION_KIND_OPTIM_STEP,
         lambda r, _: parse.optim_step_work(r, ADAMW),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from google.protobuf.message import Message
 
+from backend.trainer.base import Pass, PassResult
 from tests.operations.bench import Bench, bench, good, of, overflowing, refused, step
 from tests.operations.test_windows_of_a_trainer import (
     assert_same_weights,
     weights_of_a_fresh_run,
 )
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2 as t
 
@@ -192,5 +194,38 @@ def test_executor_leaves_a_cancelled_pass_out_of_the_call():
         await made.ended(1, "c")
         assert ("pass", "a", "c") in made.trainer.calls
         assert await state(made, "b", 1) == pb.OPERATION_STATE_CANCELLED
+
+    on_bench(test)
+
+
+def test_executor_stops_a_session_only_when_the_call_that_holds_its_pass_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its weights are in use until then. What runs beside it ends as if nothing had happened."""
+    running, may_end = threading.Event(), threading.Event()
+
+    async def test(made: Bench) -> None:
+        plain = made.trainer.run_batch
+
+        def held(works: Sequence[Pass]) -> list[PassResult | PostTrainingError]:
+            running.set()
+            may_end.wait()
+            return plain(works)
+
+        monkeypatch.setattr(made.trainer, "run_batch", held)
+        await together(made, [of(name, one) for name in "ab" for one in (good(1), step(2))])
+        await asyncio.to_thread(running.wait)
+        made.sessions["a"].is_running = False
+        stopping = asyncio.create_task(made.executor.stop_session(made.sessions["a"]))
+        assert await state(made, "a", 2) == pb.OPERATION_STATE_CANCELLED
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not stopping.done()
+        may_end.set()
+        await stopping
+        made.trainer.delete_session("a")
+        assert [await state(made, name, 1) for name in "ab"] == [SUCCEEDED] * 2
+        assert await state(made, "b", 2) == SUCCEEDED
+        assert_same_weights(made.adapter("b"), weights_of_a_fresh_run([[1]]))
 
     on_bench(test)

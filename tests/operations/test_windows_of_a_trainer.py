@@ -148,6 +148,18 @@ def test_window_fails_what_was_sent_along_naming_the_cause(bad):
     run(test)
 
 
+def test_window_is_voided_by_a_custom_pass_that_failed():
+    async def test(made: Bench) -> None:
+        bad = t.CustomForwardBackwardRequest(session="s", sequence=2, samples=good(2).samples)
+        bad.gradients.add().floats.values.extend([float("inf")] * 3)
+        ended = await send_along(made, [good(1), bad, good(3), step(4), good(5), step(6)])
+        assert [e.state for e in ended] == [4, 5, 5, 5, 4, 4]
+        assert ended[2].error.reason == Reason.WINDOW_VOID
+        assert_same_weights(made.adapter(), weights_of_a_fresh_run([[5]]))
+
+    run(test)
+
+
 def test_window_drops_the_other_chunks_of_a_call_when_one_failed():
     async def test(made: Bench) -> None:
         chunks = {"num_chunks": 3}
