@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from backend.checkpoints.manifest import ADAPTER_WEIGHTS, PEFT_CONFIG
 from backend.checkpoints.peft_files import PREFIX, SUFFIXES, module_paths
 from backend.checkpoints.tensor_file import TensorFile, find_base_tensor
 from backend.trainer.base import Adapter, Array, LoraConfig, PeftTargets
-from together_post_training.errors import Reason, fail
+from backend.trainer.families import matches
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 # Settings that say how an adapter came about, or what a reader may do, but not what it computes.
 _INFORMATION = frozenset(
@@ -227,10 +228,10 @@ def _modules(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> tuple[s
 def _targets(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> PeftTargets:
     modules, of_modules = _names(config, "target_modules"), _module_paths(config, tensors)
     is_whole = not config.get("layers_to_transform") and not config.get("exclude_modules")
-    if not (is_whole and all(_matches(path, modules) for path in of_modules)):
+    if not (is_whole and all(matches(path, modules) for path in of_modules)):
         modules = of_modules
     return PeftTargets(
-        modules=tuple(n for n in modules if any(_matches(path, [n]) for path in of_modules)),
+        modules=tuple(n for n in modules if any(matches(path, [n]) for path in of_modules)),
         parameters=_names(config, "target_parameters"),
         fan_in_fan_out=bool(config.get("fan_in_fan_out")),
     )
@@ -246,8 +247,8 @@ def _module_paths(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> tu
         path
         for path in module_paths(tensors)
         if not path.endswith(".base_layer")
-        and not _matches(path, owners)
-        and ("" not in owners or _matches(path, modules))
+        and not matches(path, owners)
+        and ("" not in owners or matches(path, modules))
     )
 
 
@@ -257,17 +258,12 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return () if isinstance(names, str) else tuple(sorted(names))
 
 
-def _matches(path: str, names: Collection[str]) -> bool:
-    """As PEFT does: the whole path, or its last parts."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
-
-
-def _setting(name: str, value: object, accepted: str):
+def _setting(name: str, value: object, accepted: str) -> PostTrainingError:
     return _refused(
         f"{PEFT_CONFIG} says {name}={value!r}, which cannot be taken over: {accepted}.",
         setting=name,
     )
 
 
-def _refused(message: str, **where: object):
+def _refused(message: str, **where: object) -> PostTrainingError:
     return fail(Reason.INCOMPATIBLE_CHECKPOINT, message, **where)

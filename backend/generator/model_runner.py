@@ -12,6 +12,7 @@ from backend.generator.lora import Routes, Span, install
 from backend.trainer import targets
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
+from backend.trainer.families import FAMILIES
 from backend.trainer.targets import Layer
 
 
@@ -26,7 +27,7 @@ class ModelRunner:
         self._model_type = view.config.model_type
         self._layers: Mapping[str, Layer] = {}
         self._routes = Routes()
-        if self._model_type in targets.FAMILIES:
+        if self._model_type in FAMILIES:
             self._layers = targets.layers_of(view)
             experts.install(view, targets.expert_modules(view), self._routes)
             install(view, targets.linear_layers(view), self._routes)

@@ -1,74 +1,26 @@
-"""Which layers an adapter may train, by architecture, and how PEFT finds them again.
-
-The architecture is what the config says (`model_type`), whatever the model is called or wherever it lies.
-"""
+"""Which layers of a model an adapter trains, and how PEFT finds them again."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from backend.trainer.base import ALL_LINEAR, FAMILY_DEFAULT, LoraConfig, PeftTargets
-from together_post_training.errors import Reason, fail
+from backend.trainer.families import SEPARATE_MLP, Family, family, matches
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 # PEFT's name for a tensor of the module at {path}: its model wraps ours twice.
 PEFT_PREFIX = "base_model.model."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Names of layers, matched as PEFT does: a whole path, or its last parts.
-
-    attn, mlp: linear layers of the attention and of MLPs outside the experts.
-    experts: matrices of all experts of an MLP, each a parameter of shape (E, out, in).
-    """
-
-    attn: tuple[str, ...]
-    mlp: tuple[str, ...]
-    experts: tuple[str, ...] = ()
-    unembed: tuple[str, ...] = ("lm_head",)
-
-    @property
-    def default(self) -> tuple[str, ...]:
-        """What fine-tuning services train unless told otherwise: of a mixture of experts, its attention alone."""
-        return self.attn if self.experts else self.attn + self.mlp
-
-
-_SEPARATE_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_SEPARATE_MLP = ("gate_proj", "up_proj", "down_proj")
-_DENSE = Family(attn=_SEPARATE_ATTENTION, mlp=_SEPARATE_MLP)
-_FUSED_MLP = Family(attn=_SEPARATE_ATTENTION, mlp=("gate_up_proj", "down_proj"))
-_EXPERTS = Family(
-    attn=_SEPARATE_ATTENTION,
-    mlp=_SEPARATE_MLP,
-    experts=("experts.gate_up_proj", "experts.down_proj"),
-)
-
-# Those that the tests compare with plain transformers and PEFT.
-_DENSE_TYPES = (
-    *("gemma", "gemma3_text", "llama", "mistral", "olmo", "olmo2", "olmo3"),
-    *("qwen2", "qwen3", "seed_oss", "smollm3"),
-)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    dict.fromkeys(_DENSE_TYPES, _DENSE)
-    | dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
-    | dict.fromkeys(("glm", "glm4"), _FUSED_MLP)
-    | {
-        "gpt2": Family(attn=("attn.c_attn", "attn.c_proj"), mlp=("mlp.c_fc", "mlp.c_proj")),
-        "phi": Family(attn=("q_proj", "k_proj", "v_proj", "dense"), mlp=("fc1", "fc2")),
-        "phi3": Family(attn=("qkv_proj", "o_proj"), mlp=("gate_up_proj", "down_proj")),
-        "starcoder2": Family(attn=_SEPARATE_ATTENTION, mlp=("c_fc", "c_proj")),
-    }
-)
-
 # In models with experts PEFT takes these names for parts of experts, as earlier versions of transformers kept them
 # (peft.utils.transformers_weight_conversion), wherever they stand. It reaches such a layer by its weight's path.
-_TAKEN_FOR_EXPERTS = frozenset(_SEPARATE_MLP)
+_TAKEN_FOR_EXPERTS = frozenset(SEPARATE_MLP)
+# In the order in which transformers' modules register them.
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,23 +48,6 @@ class Layer:
         then by expert."""
         width = rank * max(self.num_experts, 1)
         return (width, self.num_in), (self.num_out, width)
-
-
-def family(model_type: str) -> Family:
-    """Raises UNIMPLEMENTED with the list of known architectures."""
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    raise fail(
-        Reason.UNIMPLEMENTED,
-        f"Model type {model_type!r} cannot be trained yet: this server knows the layers of "
-        f"{', '.join(sorted(FAMILIES))}.",
-        model_type=model_type,
-    )
-
-
-def matches(path: str, names: Iterable[str]) -> bool:
-    """Whether one of the names is the path, or its last parts."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -259,10 +194,6 @@ def _tensors(layer: Layer, paths: Collection[str]) -> tuple[str, str]:
     return tensor_names(module + ".base_layer" * depth)
 
 
-# In the order in which transformers' modules register them.
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-
-
 def _peft_name(layer: Layer, paths: Collection[str], layers: Mapping[str, Layer]) -> str:
     """The usual short name where it means no layer but those that are trained, else the whole path."""
     short = _short(layer)
@@ -276,7 +207,7 @@ def _short(layer: Layer) -> str:
     return ".".join(layer.path.rsplit(".", num_parts)[-num_parts:])
 
 
-def _no_dropout(lora: LoraConfig, path: str):
+def _no_dropout(lora: LoraConfig, path: str) -> PostTrainingError:
     return fail(
         Reason.INVALID_ARGUMENT,
         f"LoRA dropout {lora.dropout} with {path}: adapters of experts, and of MLPs beside experts, have no dropout "

@@ -8,7 +8,7 @@ import torch
 
 from backend.generator import attention
 from backend.generator.embedded import EmbeddedGenerator
-from backend.trainer import base_model, targets
+from backend.trainer import base_model, families
 from tests import models
 from tests.generator.calls import call, random_prompt
 from tests.generator.oracle import (
@@ -23,7 +23,7 @@ from tests.generator.oracle import (
 from together_post_training.errors import PostTrainingError, Reason
 
 # Some have windows of 8 tokens, far shorter than what is sampled here.
-FAMILIES = [*sorted(targets.FAMILIES), "llama-tied"]
+FAMILIES = [*sorted(families.FAMILIES), "llama-tied"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,8 +8,8 @@ import torch
 
 from backend.trainer import attention
 from backend.trainer.attention import PACKED, packed_attention
+from backend.trainer.families import FAMILIES
 from backend.trainer.packing import Run
-from backend.trainer.targets import FAMILIES
 
 LENGTHS = [9, 9, 20, 1, 3, 3, 3]
 RUNS = [Run(2, 9), Run(1, 20), Run(1, 1), Run(3, 3)]

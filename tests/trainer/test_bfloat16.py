@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from backend.trainer import base_model
 from backend.trainer.base import FullConfig, LoraConfig, Pass
 from backend.trainer.base_model import BaseModel
+from backend.trainer.families import FAMILIES
 from backend.trainer.storage import StoredLinear, back_product, product
-from backend.trainer.targets import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import forward, random_sample
 from tests.trainer.sessions import joined, random_adapter, relative_error, take_gradient

@@ -12,8 +12,8 @@ from backend.trainer.base import AdamParams, FullConfig, LoraConfig, Pass, Weigh
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import decoder_layers
 from backend.trainer.dropout import Dropout, SampleRows
+from backend.trainer.families import FAMILIES
 from backend.trainer.packed_model import pack
-from backend.trainer.targets import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import random_sample
 from tests.trainer.sessions import random_adapter, take_gradient

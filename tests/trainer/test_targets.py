@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from backend.trainer import targets
 from backend.trainer.base import LoraConfig
+from backend.trainer.families import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import forward, random_sample, run
 from tests.trainer import oracle
@@ -23,7 +24,7 @@ LORA = LoraConfig(rank=2, alpha=4, seed=0)
 ATTN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 EXPERTS = {"experts.gate_up_proj", "experts.down_proj"}
-DENSE = sorted(name for name, family in targets.FAMILIES.items() if not family.experts)
+DENSE = sorted(name for name, family in FAMILIES.items() if not family.experts)
 
 
 def chosen(base, **settings) -> list[targets.Layer]:
@@ -168,7 +169,7 @@ def test_dropout_of_experts_is_refused(base_of, given):
 def test_readme_lists_the_architectures():
     text = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     (listed,) = re.findall(r"architectures \(`model_type`\) (.*?);", text)
-    assert re.split(r", | and ", listed) == sorted(targets.FAMILIES)
+    assert re.split(r", | and ", listed) == sorted(FAMILIES)
 
 
 # What is chosen, trained and saved

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backend.trainer.base import AdamParams, Adapter, LoraConfig
-from backend.trainer.targets import FAMILIES
+from backend.trainer.families import FAMILIES
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import forward, random_sample, run, sample, train
 from tests.trainer import oracle
