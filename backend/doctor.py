@@ -51,14 +51,14 @@ def _version(package: str) -> str | None:
 
 def _describe_engines() -> str:
     """What `serve` chooses by itself; how many tokens fit depends on the model, and is logged when it is loaded."""
-    from backend.trainer import base_model, memory
+    from backend.trainer import base_model, free_memory, memory
 
     device = base_model.find_device()
     dtype = str(base_model.default_dtype(device)).removeprefix("torch.")
-    free = memory.available_bytes(device)
+    free = free_memory.available_bytes(device)
     return (
-        f"on {device} (--device), weights in {dtype} (--dtype); {memory.gib(free)} free, "
-        f"{memory.gib(memory.default_activation_bytes(free))} of it for activations (--activation-memory)"
+        f"on {device} (--device), weights in {dtype} (--dtype); {free_memory.gib(free)} free, "
+        f"{free_memory.gib(memory.default_activation_bytes(free))} of it for activations (--activation-memory)"
     )
 
 

@@ -18,9 +18,9 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, HeadGradients
 from backend.trainer.lora import Segment
-from backend.trainer.memory import Cost, measure
 from backend.trainer.model_layout import ModelLayout, bind
 from backend.trainer.packed_model import Forward, PackedRow, pack
+from backend.trainer.row_cost import Cost, measure
 from together_post_training.samples import Sample
 
 _PROBE_TOKENS = 32

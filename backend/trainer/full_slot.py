@@ -25,11 +25,12 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.checks import check_full_weights
 from backend.trainer.dropout import SampleRows
 from backend.trainer.flat_optimizer import FlatOptimizer
+from backend.trainer.free_memory import available_bytes, gib
 from backend.trainer.full_model import FullModel
 from backend.trainer.lora import Segment
-from backend.trainer.memory import Cost, available_bytes, gib
 from backend.trainer.model_layout import ModelLayout
 from backend.trainer.packed_model import Forward, PackedRow
+from backend.trainer.row_cost import Cost
 from together_post_training.errors import Reason, fail
 
 # With AdamW, before a window's second pass.

@@ -21,8 +21,8 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, TargetTokens, targets_of
 from backend.trainer.lora import LoraLinear, LoraWeights, Routing, Segment, adapters_at
-from backend.trainer.memory import Cost, measure
 from backend.trainer.packing import Run, runs_of
+from backend.trainer.row_cost import Cost, measure
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Sample

@@ -10,7 +10,7 @@ from torch import Tensor
 from backend.trainer.base import OptimizerConfig, OptimizerState, OptimParams, Weights
 from backend.trainer.dropout import SampleRows
 from backend.trainer.lora import Segment
-from backend.trainer.memory import Cost
+from backend.trainer.row_cost import Cost
 
 if TYPE_CHECKING:
     from backend.trainer.packed_model import PackedRow

@@ -14,7 +14,7 @@ import torch
 
 from backend.trainer import base_model
 from backend.trainer.base import LoraConfig, Pass
-from backend.trainer.memory import give_back
+from backend.trainer.free_memory import give_back
 from backend.trainer.torch_trainer import TorchTrainer
 from together_post_training.samples import Sample
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.trainer import head, memory, running_pass
+from backend.trainer import free_memory, head, running_pass
 from backend.trainer.base import AdamParams, LoraConfig, Pass, PassResult
-from backend.trainer.memory import Cost, Memory, guarded, is_out_of_memory
+from backend.trainer.memory import Memory
+from backend.trainer.out_of_memory import guarded, is_out_of_memory
+from backend.trainer.row_cost import Cost
 from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
 from tests.conformance.data import random_sample
@@ -138,7 +140,7 @@ def write(folder: Path, **files: object) -> None:
 
 def cgroups(tmp_path: Path, line: str) -> list[int]:
     (tmp_path / "self").write_text(f"9:name=systemd:/\n{line}\n")
-    return list(memory._cgroup_bytes(tmp_path / "fs", tmp_path / "self"))
+    return list(free_memory._cgroup_bytes(tmp_path / "fs", tmp_path / "self"))
 
 
 def test_every_cgroup_above_the_process_limits_it(tmp_path):
@@ -166,7 +168,7 @@ def test_cgroup_of_another_namespace_says_nothing(tmp_path):
 
 
 def test_a_machine_has_memory():
-    assert 2**20 < memory.available_bytes(CPU) < 2**50
+    assert 2**20 < free_memory.available_bytes(CPU) < 2**50
 
 
 # When it runs out
