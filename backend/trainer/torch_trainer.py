@@ -104,13 +104,14 @@ class TorchTrainer:
         return guarded(partial(slot.optim_step, params), self._memory.device)
 
     def weights(self, session: str) -> Weights:
-        return self._slot(session).copy_weights()
+        return guarded(self._slot(session).copy_weights, self._memory.device)
 
     def optimizer_state(self, session: str) -> OptimizerState:
-        return self._slot(session).optimizer_state()
+        return guarded(self._slot(session).optimizer_state, self._memory.device)
 
     def load(self, session: str, weights: Weights, optimizer: OptimizerState | None) -> None:
-        self._slot(session).load(weights, optimizer)
+        load = partial(self._slot(session).load, weights, optimizer)
+        guarded(load, self._memory.device)
 
     def _by_model(self, works: Sequence[Pass]) -> list[tuple[RowModel, list[Pass]]]:
         """Those of known sessions, by what computes them: adapters share the base, full weights share nothing."""

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from backend.trainer import free_memory, head, running_pass
+from backend.trainer import adapter_slot, free_memory, head, running_pass
 from backend.trainer.base import AdamParams, LoraConfig, Pass, PassResult
+from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.memory import Memory
 from backend.trainer.out_of_memory import guarded, is_out_of_memory
 from backend.trainer.row_cost import Cost
@@ -284,6 +285,34 @@ def test_step_that_runs_out_of_memory_changes_nothing(trainer: TorchTrainer, mon
     assert trainer.optimizer_state("s").num_steps == 0
     trainer.run(work)
     assert trainer.optim_step("s", AdamParams(learning_rate=0.1))["step:max"] == 1
+
+
+def test_sessions_and_copies_that_memory_does_not_hold_fail_by_name(
+    trainer: TorchTrainer, monkeypatch
+):
+    """Also loads, whose checks need some: nothing of the session changes, and a name stays free."""
+    trainer.create_session("s", LORA)
+    before, state = trainer.weights("s"), trainer.optimizer_state("s")
+
+    def runs_out(*_: object, **__: object) -> torch.Tensor:
+        return torch.empty(TOO_MANY)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_slot, "FlatOptimizer", runs_out)
+        patch.setattr(adapter_slot, "check_adapter", runs_out)
+        patch.setattr(FlatLayout, "copies", runs_out)
+        for needs_memory in (
+            lambda: trainer.create_session("new", LORA),
+            lambda: trainer.weights("s"),
+            lambda: trainer.optimizer_state("s"),
+            lambda: trainer.load("s", before, state),
+        ):
+            with pytest.raises(PostTrainingError) as error:
+                needs_memory()
+            assert error.value.reason is Reason.OUT_OF_MEMORY
+    trainer.create_session("new", LORA)
+    for name, tensor in trainer.weights("s").tensors.items():
+        assert np.array_equal(tensor, before.tensors[name])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
