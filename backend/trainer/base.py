@@ -231,6 +231,8 @@ class Trainer(Protocol):
     def run(self, work: Pass) -> PassResult:
         """Runs the pass. With `backward`, adds its gradient to the session's; on failure adds nothing.
 
+        LoRA dropout applies with `backward` alone, and the logprobs and metrics are then those under it.
+
         Raises:
             PostTrainingError: NON_FINITE_LOSS when the loss or its gradient is not finite.
         """

@@ -116,7 +116,11 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """Which rows of one layer's input go through which adapters, in ascending order; the others through none."""
+    """Which rows of one layer's input go through which adapters, in ascending order; the others through none.
+
+    They are computed one by one: products of many adapters' matrices side by side, or stacked to a batch, took as long
+    or longer on a CPU (8 adapters of rank 16, 16 or 64 rows each, layers 256 to 2048 wide).
+    """
 
     pieces: tuple[AdaptedRows, ...] = ()
 
