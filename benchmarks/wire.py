@@ -26,7 +26,7 @@ from backend.resources.catalog import ModelSpec
 from backend.resources.engines import Engines
 from backend.server import Server
 from backend.services import wire
-from backend.trainer import bigram
+from backend.trainer import bigram, bigram_trainer
 from backend.trainer.base import Pass, PassResult
 from benchmarks import report
 from together_post_training import tensors
@@ -167,7 +167,7 @@ async def _decoder(pipe: Connection) -> None:
     await server.stop(None)
 
 
-class _NoTrainer(bigram.BigramTrainer):
+class _NoTrainer(bigram_trainer.BigramTrainer):
     """Answers every pass with logprobs 0."""
 
     def run(self, work: Pass) -> PassResult:

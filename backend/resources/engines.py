@@ -69,11 +69,13 @@ def open_engines(name: str, path: str, options: EngineOptions = DEFAULT_OPTIONS)
 
 def _open_bigram(path: str) -> Engines:
     from backend.generator.bigram import BigramGenerator
-    from backend.trainer import bigram
+    from backend.trainer import bigram, bigram_trainer
 
     model = bigram.load(path)
     return Engines(
-        trainer=bigram.BigramTrainer(model), generator=BigramGenerator(model), tokenizer_dir=None
+        trainer=bigram_trainer.BigramTrainer(model),
+        generator=BigramGenerator(model),
+        tokenizer_dir=None,
     )
 
 

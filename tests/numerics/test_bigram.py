@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from backend.trainer.base import AdamParams, LoraConfig, Pass
-from backend.trainer.bigram import LORA_A, LORA_B, BigramModel, BigramTrainer, load
+from backend.trainer.bigram import LORA_A, LORA_B, BigramModel, load
+from backend.trainer.bigram_trainer import BigramTrainer
 from tests.numerics import references
 from together_post_training import losses
 from together_post_training.errors import PostTrainingError, Reason

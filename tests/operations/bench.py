@@ -26,7 +26,7 @@ from backend.operations.session import Session
 from backend.operations.trainer_thread import TrainerThread
 from backend.resources.sequence_records import SequenceRecords
 from backend.services import trainer_requests as parse
-from backend.trainer import bigram
+from backend.trainer import bigram, bigram_trainer
 from backend.trainer.base import ADAMW, LoraConfig, OptimParams, Pass, PassResult, Weights
 from together_post_training.errors import PostTrainingError
 from together_post_training.v1 import data_pb2, sessions_pb2
@@ -39,7 +39,7 @@ LORA = LoraConfig(rank=4, alpha=16.0, seed=7)
 MODEL = "builtin:bigram16"
 
 
-class WatchedTrainer(bigram.BigramTrainer):
+class WatchedTrainer(bigram_trainer.BigramTrainer):
     """Waits where a test tells it to, fails where a test tells it to, and writes down what it ran."""
 
     def __init__(self, merge_tokens: int = 0) -> None:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.trainer import bigram
+from backend.trainer import bigram, bigram_trainer
 from backend.trainer.base import AdamParams, Pass, Weights
 from tests.operations.bench import (
     LORA,
@@ -54,7 +54,7 @@ def request(kind: Kind, sequence: int, **fields: int) -> Message:
 
 def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Weights:
     """Trains on nothing but these: for each window, the numbers of its good operations."""
-    trainer = bigram.BigramTrainer(bigram.load(MODEL))
+    trainer = bigram_trainer.BigramTrainer(bigram.load(MODEL))
     trainer.create_session("s", LORA)
     for window in windows:
         for number in window:

@@ -14,7 +14,7 @@ from backend import cli
 from backend.generator.embedded import EmbeddedGenerator
 from backend.resources.catalog import ModelSpec
 from backend.resources.engines import Engines
-from backend.trainer import base_model, bigram
+from backend.trainer import base_model, bigram, bigram_trainer
 from backend.trainer.base import Weights
 from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
@@ -38,7 +38,7 @@ from together_post_training.v1 import operations_pb2 as pb
 TOLERANCE = 1e-5
 
 
-class MergingBigram(bigram.BigramTrainer):
+class MergingBigram(bigram_trainer.BigramTrainer):
     @property
     def merge_tokens(self) -> int:
         return 120

@@ -25,13 +25,13 @@ _SLOW_SERVER = """
 import sys, time
 from backend import cli
 from backend.resources import engines
-from backend.trainer import bigram
+from backend.trainer import bigram, bigram_trainer
 seconds = float(sys.argv.pop(1))
-class Slow(bigram.BigramTrainer):
+class Slow(bigram_trainer.BigramTrainer):
     def run(self, work):
         time.sleep(seconds)
         return super().run(work)
-bigram.BigramTrainer = Slow
+bigram_trainer.BigramTrainer = Slow
 sys.exit(cli.main())
 """
 

@@ -19,7 +19,7 @@ from backend.resources.catalog import ModelSpec
 from backend.resources.engines import Engines
 from backend.server import Server
 from backend.services.status import shorten, to_status
-from backend.trainer import bigram
+from backend.trainer import bigram, bigram_trainer
 from backend.trainer.base import Pass, PassResult
 from tests.services.harness import (
     MODEL,
@@ -47,7 +47,7 @@ def long_engines(max_seq_length: int):
     def engines(name: str, path: str) -> Engines:
         model = replace(bigram.load(MODEL), max_seq_length=max_seq_length)
         return Engines(
-            trainer=bigram.BigramTrainer(model),
+            trainer=bigram_trainer.BigramTrainer(model),
             generator=BigramGenerator(model),
             tokenizer_dir=None,
         )
@@ -202,7 +202,7 @@ def test_burst_of_requests_is_not_cancelled_at_random(caller: Caller):
         call.result(60)
 
 
-class BusyTrainer(bigram.BigramTrainer):
+class BusyTrainer(bigram_trainer.BigramTrainer):
     """Computes in Python, holding the interpreter's lock as often as it can."""
 
     def __init__(self) -> None:
