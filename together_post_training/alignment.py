@@ -51,20 +51,6 @@ def inspect(samples: Sequence[Sample], logprobs: Sequence[Array] | None = None) 
     return Alignment(metrics=metrics, warning=warning)
 
 
-def alignment_report(
-    samples: Sequence[Sample], logprobs: Sequence[Array] | None = None
-) -> dict[str, float]:
-    """The metrics of `inspect`."""
-    return inspect(samples, logprobs).metrics
-
-
-def alignment_warning(
-    samples: Sequence[Sample], logprobs: Sequence[Array] | None = None
-) -> str | None:
-    """The warning of `inspect`: the sample, the position, what was seen there, and what may have caused it."""
-    return inspect(samples, logprobs).warning
-
-
 def _shifted_targets(samples: Sequence[Sample]) -> dict[int, Array]:
     """By sample, the counting positions whose target is not the next token; samples without any are left out."""
     flat = [i for i, s in enumerate(samples) if s.inputs["target_tokens"].ndim == 1]

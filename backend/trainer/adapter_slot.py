@@ -24,7 +24,7 @@ from backend.trainer.base import (
     OptimParams,
     Weights,
 )
-from backend.trainer.checks import check_adapter
+from backend.trainer.checks import check_adapter, require_adapter
 from backend.trainer.dropout import Dropout, SampleRows
 from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.flat_optimizer import FlatOptimizer
@@ -125,7 +125,7 @@ class AdapterSlot:
 
     def load(self, weights: Weights, optimizer: OptimizerState | None) -> None:
         """See `backend.trainer.base.Trainer.load`."""
-        adapter = _adapter(weights)
+        adapter = require_adapter(weights)
         check_adapter(adapter, self.lora, self._layout.shapes)
         if optimizer is not None:
             self._optimizer.check(optimizer)
@@ -166,15 +166,6 @@ class AdapterSlot:
                     f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
                     tensor=name,
                 )
-
-
-def _adapter(weights: Weights) -> Adapter:
-    if isinstance(weights, Adapter):
-        return weights
-    raise fail(
-        Reason.INCOMPATIBLE_CHECKPOINT,
-        "The checkpoint holds full weights, this session trains an adapter: load it into a session of full weights.",
-    )
 
 
 def _draw(by_path: Mapping[str, LoraWeights], seed: int) -> None:

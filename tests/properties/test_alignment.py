@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.properties.strategies import tokens
 from together_post_training import samples
-from together_post_training.alignment import alignment_report, alignment_warning, inspect
+from together_post_training.alignment import inspect
 from together_post_training.samples import Sample
 
 TARGETS, LOGPROBS = "alignment_shifted_targets:sum", "alignment_shifted_logprobs:sum"
@@ -31,7 +31,7 @@ def logprobs_of(seed: int, num_tokens: int) -> np.ndarray:
 
 @given(st.lists(tokens(min_size=2), min_size=1, max_size=4))
 def test_law_3_built_samples_are_reported_aligned(sequences):
-    assert alignment_report([samples.build(ids) for ids in sequences]) == {TARGETS: 0}
+    assert inspect([samples.build(ids) for ids in sequences]).metrics == {TARGETS: 0}
 
 
 @given(ids=tokens(min_size=3, max_size=20), extra=tokens())
@@ -40,7 +40,7 @@ def test_law_3_targets_that_are_not_the_next_token_are_counted(ids, extra):
     forgotten = Sample(tokens=np.array(ids), inputs={"target_tokens": np.array(ids)})
     expected = sum(a != b for a, b in itertools.pairwise(ids))
     fine = samples.build([*extra, 1])
-    assert alignment_report([forgotten, fine]) == {TARGETS: expected}
+    assert inspect([forgotten, fine]).metrics == {TARGETS: expected}
 
 
 def test_positions_without_weight_are_not_counted():
@@ -52,17 +52,17 @@ def test_positions_without_weight_are_not_counted():
             "weights": np.array([1, 0, 1, 1], np.float32),
         },
     )
-    assert alignment_report([packed]) == {TARGETS: 0}
+    assert inspect([packed]).metrics == {TARGETS: 0}
     unmasked = Sample(
         tokens=packed.tokens, inputs={"target_tokens": packed.inputs["target_tokens"]}
     )
-    assert alignment_report([unmasked]) == {TARGETS: 1}
+    assert inspect([unmasked]).metrics == {TARGETS: 1}
 
 
 def test_two_dimensional_targets_are_left_out():
     wide = Sample(tokens=np.array([1, 2]), inputs={"target_tokens": np.array([[5, 6], [7, 8]])})
     logprobs = [np.zeros((2, 2), np.float32)]
-    assert alignment_report([wide], logprobs) == {TARGETS: 0, LOGPROBS: 0}
+    assert inspect([wide], logprobs).metrics == {TARGETS: 0, LOGPROBS: 0}
 
 
 @given(seed=st.integers(0, 10**6), shift=st.sampled_from([-1, 1]), drift=st.floats(0, 0.2))
@@ -70,14 +70,14 @@ def test_law_3_sampling_logprobs_one_position_off_are_reported(seed, shift, drif
     current = logprobs_of(seed, 24)
     noise = np.float32(drift) * logprobs_of(seed + 1, 24)
     aligned, shifted = policy_sample(current + noise), policy_sample(np.roll(current, shift))
-    report = alignment_report([aligned, shifted], [current, current])
+    report = inspect([aligned, shifted], [current, current]).metrics
     assert report[LOGPROBS] == 1
 
 
 @given(seed=st.integers(0, 10**6))
 def test_law_3_another_policys_logprobs_are_not_taken_for_shifted(seed):
     current, other = logprobs_of(seed, 24), logprobs_of(seed + 1, 24)
-    assert alignment_report([policy_sample(other)], [current])[LOGPROBS] == 0
+    assert inspect([policy_sample(other)], [current]).metrics[LOGPROBS] == 0
 
 
 def test_few_positions_or_none_with_an_advantage_are_not_judged():
@@ -87,16 +87,16 @@ def test_few_positions_or_none_with_an_advantage_are_not_judged():
     advantages[:9] = 1  # seven of them lie between two others
     batch = [policy_sample(off[:9]), policy_sample(off, advantages), policy_sample(off)]
     logprobs = [current[:9], current, current]
-    assert alignment_report(batch, logprobs)[LOGPROBS] == 1
+    assert inspect(batch, logprobs).metrics[LOGPROBS] == 1
     # Eight are enough.
-    assert alignment_report([policy_sample(off[:10])], [current[:10]])[LOGPROBS] == 1
+    assert inspect([policy_sample(off[:10])], [current[:10]]).metrics[LOGPROBS] == 1
 
 
 # What the warning says
 
 
 def warning_of(*batch: Sample, logprobs: list[np.ndarray] | None = None) -> str:
-    warning = alignment_warning(batch, logprobs)
+    warning = inspect(batch, logprobs).warning
     assert warning is not None
     assert "Nothing was shifted" in warning
     return warning
@@ -113,9 +113,9 @@ FINE = targets_sample([1, 2, 3], [2, 3, 4])
 @given(st.lists(tokens(min_size=2), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_law_3_aligned_samples_warn_of_nothing(sequences, seed):
     batch = [samples.build(ids) for ids in sequences]
-    assert alignment_warning(batch) is None
+    assert inspect(batch).warning is None
     current = logprobs_of(seed, 24)
-    assert alignment_warning([policy_sample(current)], [current]) is None
+    assert inspect([policy_sample(current)], [current]).warning is None
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_shifted_sample_is_named_before_one_with_a_border():
 
 def test_targets_of_several_tokens_are_left_out_of_the_warning():
     wide = Sample(tokens=np.array([1, 2]), inputs={"target_tokens": np.array([[5, 6], [7, 8]])})
-    assert alignment_warning([wide]) is None
+    assert inspect([wide]).warning is None
     assert warning_of(wide, targets_sample([5, 6, 7], [5, 6, 7])).startswith("Sample 1")
 
 
@@ -206,8 +206,8 @@ def test_law_4_a_batch_is_reported_as_its_samples_are_one_by_one(batch, seed):
             inputs["advantages"] = (random.random(size) < 0.9).astype(np.float32)
         made.append(Sample(tokens=np.resize(np.array(ids), size), inputs=inputs))
     alone = [
-        alignment_report([sample], [logprobs])
+        inspect([sample], [logprobs]).metrics
         for sample, logprobs in zip(made, current, strict=True)
     ]
-    together = alignment_report(made, current)
+    together = inspect(made, current).metrics
     assert together == {key: sum(report[key] for report in alone) for key in together}
