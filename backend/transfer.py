@@ -15,13 +15,14 @@ from pathlib import Path
 
 from backend.checkpoints.import_peft import read_adapter
 from backend.checkpoints.manifest import ADAPTER_WEIGHTS, PEFT_CONFIG, Manifest
-from backend.checkpoints.store import CheckpointStore
+from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
 from backend.config import DEFAULT_STORE
 from backend.resources.builtin import BIGRAM, BUILTIN_MODELS
 from backend.resources.catalog import ModelSpec
 from backend.trainer.base import Adapter
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.names import (
+    CheckpointPath,
     check_checkpoint_name,
     check_session_id,
     parse_checkpoint_path,
@@ -101,18 +102,9 @@ def export_checkpoint(options: argparse.Namespace) -> str:
     with _saying(Reason.CHECKPOINT_NOT_FOUND, f"The store is {root}; --store names another."):
         loaded = store.load(path, optimizer=False)
     if options.adapter:
-        _check_unused(options)
-        if not isinstance(loaded.weights, Adapter):
-            raise fail(
-                Reason.WRONG_CHECKPOINT_KIND,
-                f"Checkpoint {options.path!r} holds full weights, no adapter: leave --adapter out.",
-                path=path,
-            )
+        _check_adapter_alone(options, loaded)
         with export.directory_to_fill(options.directory) as scratch:
-            for piece in store.pieces(path):
-                if piece.filename in (ADAPTER_WEIGHTS, PEFT_CONFIG):
-                    with (scratch / piece.filename).open("ab") as file:
-                        file.write(piece.data)
+            _copy_adapter(store, path, scratch)
     else:
         spec = _spec(options.model, loaded.manifest)
         export.export_merged(
@@ -123,6 +115,14 @@ def export_checkpoint(options: argparse.Namespace) -> str:
             dtype=options.dtype or "float32",
         )
     return str(options.directory)
+
+
+def _copy_adapter(store: CheckpointStore, path: CheckpointPath, directory: Path) -> None:
+    """The files that PEFT reads, byte by byte."""
+    for piece in store.pieces(path):
+        if piece.filename in (ADAPTER_WEIGHTS, PEFT_CONFIG):
+            with (directory / piece.filename).open("ab") as file:
+                file.write(piece.data)
 
 
 @contextmanager
@@ -136,7 +136,8 @@ def _saying(reason: Reason, hint: str) -> Iterator[None]:
         raise replace(error, message=f"{error.message} {hint}") from None
 
 
-def _check_unused(options: argparse.Namespace) -> None:
+def _check_adapter_alone(options: argparse.Namespace, loaded: LoadedCheckpoint) -> None:
+    """Raises for options of a merged model, and for full weights."""
     for name in ("model", "dtype"):
         if getattr(options, name) is not None:
             raise fail(
@@ -144,6 +145,12 @@ def _check_unused(options: argparse.Namespace) -> None:
                 f"--{name} says nothing about an adapter, which is exported as it is: leave it out.",
                 option=name,
             )
+    if not isinstance(loaded.weights, Adapter):
+        raise fail(
+            Reason.WRONG_CHECKPOINT_KIND,
+            f"Checkpoint {options.path!r} holds full weights, no adapter: leave --adapter out.",
+            path=options.path,
+        )
 
 
 def _spec(given: ModelSpec | None, manifest: Manifest) -> ModelSpec:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from backend.trainer import builtin_models, storage
 from backend.trainer.base import ModelInfo
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Limits
 
 # Settings of a config that change attention or logits in ways the engines do not compute. A value counts as set
@@ -177,7 +177,7 @@ def check_supported(config: PretrainedConfig) -> None:
             raise _unsupported(config, f"rope_type {parameters['rope_type']!r}")
 
 
-def _unsupported(config: PretrainedConfig, what: str):
+def _unsupported(config: PretrainedConfig, what: str) -> PostTrainingError:
     return fail(
         Reason.UNIMPLEMENTED,
         f"Model type {config.model_type!r} has {what}, which this server's engines do not compute yet.",

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from backend.trainer.base import FullWeights
 from backend.trainer.base_model import BaseModel
 from backend.trainer.flat_layout import FlatLayout, Shape
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 
 class ModelLayout:
@@ -127,7 +127,7 @@ def _require_parameters_alone(module: PreTrainedModel, named: Mapping[str, nn.Pa
             raise _unsupported(module, f"{name}, which is no parameter")
 
 
-def _unsupported(module: PreTrainedModel, what: str):
+def _unsupported(module: PreTrainedModel, what: str) -> PostTrainingError:
     model_type = module.config.model_type
     return fail(
         Reason.UNIMPLEMENTED,

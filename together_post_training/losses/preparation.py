@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from together_post_training.errors import Reason, fail
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.losses.aggregation import AGG_TYPE, denominator
 from together_post_training.losses.base import Array, Inputs, Number, Params, number
 from together_post_training.losses.clipping import BOUND_INPUTS, bounds
@@ -109,7 +109,7 @@ def _check_bounds(name: str, inputs: Inputs, params: Params, sample: int) -> Non
         )
 
 
-def _wrong_bound(sample: int, at: int, fault: str):
+def _wrong_bound(sample: int, at: int, fault: str) -> PostTrainingError:
     return fail(
         Reason.INVALID_ARGUMENT,
         f"Sample {sample}: at position {at} {fault}. Both are bounds of the ratio itself (0.8 and 1.2, say), not "
