@@ -65,7 +65,7 @@ def family(model_type: str) -> Family:
         return FAMILIES[model_type]
     raise fail(
         Reason.UNIMPLEMENTED,
-        f"Model type {model_type!r} cannot be trained yet: this server knows the layers of "
+        f"Model type {model_type!r} cannot be trained: this server knows the layers of "
         f"{', '.join(sorted(FAMILIES))}.",
         model_type=model_type,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +18,8 @@ from backend.trainer.checkpointing import Checkpointing
 from backend.trainer.head import CHUNK_VALUES, Head, HeadGradients
 from backend.trainer.lora import Segment
 from backend.trainer.model_layout import ModelLayout, bind
-from backend.trainer.packed_model import Forward, PackedRow, pack
+from backend.trainer.packed_model import Forward, PackedRow, final_hidden, probe_row
 from backend.trainer.row_cost import Cost, measure
-from together_post_training.samples import Sample
-
-_PROBE_TOKENS = 32
 
 
 class FullModel:
@@ -69,21 +65,15 @@ class FullModel:
         """See `packed_model.PackedModel.forward`; its one segment has no adapter."""
         again = nullcontext if recompute else None
         with self._checkpointing.over(again), torch.set_grad_enabled(for_backward):
-            hidden = self._view.base_model(
-                input_ids=row.input_ids,
-                position_ids=row.position_ids,
-                use_cache=False,
-                runs=row.runs,
-            ).last_hidden_state
-        return Forward(row, segments, hidden[0], self._head)
+            hidden_TH = final_hidden(self._view, row)
+        return Forward(row, segments, hidden_TH, self._head)
 
     def _measure(self, base: BaseModel) -> Cost:
-        tokens = np.arange(_PROBE_TOKENS) % base.info.limits.vocab_size
-        row = pack([Sample(tokens=tokens, inputs={"target_tokens": tokens})], base.device)
+        row = probe_row(base)
         return measure(
             lambda: self.forward(row, [], for_backward=True),
             (*self._view.parameters(), *self._view.buffers()),
-            num_tokens=_PROBE_TOKENS,
+            num_tokens=row.num_tokens,
             num_layers=len(self._checkpointing.layers),
             hidden_size=self._view.config.hidden_size,
             dtype=torch.float32,

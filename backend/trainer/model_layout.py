@@ -131,7 +131,7 @@ def _unsupported(module: PreTrainedModel, what: str) -> PostTrainingError:
     model_type = module.config.model_type
     return fail(
         Reason.UNIMPLEMENTED,
-        f"The full weights of model type {model_type!r} cannot be trained yet: its files hold {what}. Use LoRA.",
+        f"The full weights of model type {model_type!r} cannot be trained: its files hold {what}. Use LoRA.",
         model_type=model_type,
     )
 

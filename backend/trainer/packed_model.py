@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from backend.trainer import experts, targets
 from backend.trainer.attention import PACKED
@@ -31,7 +32,7 @@ HEAD_PATH = "lm_head"
 
 # Of the sequences that are compared with the model's own forward.
 _CHECK_LENGTHS = (7, 3)
-# To measure what an adapter's passes keep in memory: one of this rank, on every layer.
+# To measure what passes keep in memory; of adapters, one of this rank on every layer.
 _PROBE_TOKENS = 32
 _PROBE_RANK = 64
 
@@ -64,6 +65,23 @@ def pack(samples: Sequence[Sample], device: torch.device | None = None) -> Packe
         runs=runs_of(lengths),
         targets=targets_of([sample.inputs["target_tokens"] for sample in samples], device),
     )
+
+
+def probe_row(base: BaseModel) -> PackedRow:
+    """A short one, to measure what a model keeps of it."""
+    tokens = np.arange(_PROBE_TOKENS) % base.info.limits.vocab_size
+    return pack([Sample(tokens=tokens, inputs={"target_tokens": tokens})], base.device)
+
+
+def final_hidden(view: PreTrainedModel, row: PackedRow) -> Tensor:
+    """What the body of a view with packed attention makes of each token, (T, H)."""
+    return view.base_model(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        # A cache would make transformers mask by its length, and see across sequences.
+        use_cache=False,
+        runs=row.runs,
+    ).last_hidden_state[0]
 
 
 class Forward:
@@ -143,14 +161,8 @@ class PackedModel:
             self._checkpointing.over(again),
             torch.set_grad_enabled(for_backward),
         ):
-            hidden = self._view.base_model(
-                input_ids=row.input_ids,
-                position_ids=row.position_ids,
-                # A cache would make transformers mask by its length, and see across sequences.
-                use_cache=False,
-                runs=row.runs,
-            ).last_hidden_state
-        return Forward(row, segments, hidden[0], self._head)
+            hidden_TH = final_hidden(self._view, row)
+        return Forward(row, segments, hidden_TH, self._head)
 
     def _check_equals(self, base: BaseModel) -> None:
         """Compares with the model's own forward, one short sequence at a time."""
@@ -167,15 +179,14 @@ class PackedModel:
         if not gap < base.check_tolerance:
             raise fail(
                 Reason.UNIMPLEMENTED,
-                f"Model type {self._view.config.model_type!r} cannot be trained yet: log-probabilities computed here "
+                f"Model type {self._view.config.model_type!r} cannot be trained: log-probabilities computed here "
                 f"differ from the model's own by {gap:g}.",
                 model_type=self._view.config.model_type,
                 gap=gap,
             )
 
     def _measure(self, base: BaseModel) -> Cost:
-        tokens = np.arange(_PROBE_TOKENS) % base.info.limits.vocab_size
-        row = pack([Sample(tokens=tokens, inputs={"target_tokens": tokens})], base.device)
+        row = probe_row(base)
         # A single zero, however large the matrix.
         zero = torch.zeros(1, 1, device=base.device)
         weights = {}
@@ -186,7 +197,7 @@ class PackedModel:
         return measure(
             lambda: self.forward(row, [segment], for_backward=True),
             (*self._view.parameters(), *self._view.buffers()),
-            num_tokens=_PROBE_TOKENS,
+            num_tokens=row.num_tokens,
             num_layers=len(self._checkpointing.layers),
             hidden_size=self._view.config.hidden_size,
             dtype=base.dtype,
