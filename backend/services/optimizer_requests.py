@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from backend.services.fields import invalid
 from backend.trainer.base import AdamParams, DimuonParams, MuonParams, OptimizerConfig, OptimParams
-from backend.trainer.checks import check_optim
+from backend.trainer.param_checks import check_optim
 from together_post_training.errors import Reason, fail
 from together_post_training.v1 import trainer_pb2 as pb
 

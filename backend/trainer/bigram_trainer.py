@@ -33,12 +33,12 @@ from backend.trainer.checks import (
     check_adapter,
     check_full_weights,
     check_lora,
-    check_optim,
     check_room_for_full_weights,
     require_adapter,
 )
 from backend.trainer.dropout import Dropout, SampleRows
 from backend.trainer.objective import Objective
+from backend.trainer.param_checks import check_optim
 from backend.trainer.reference_optimizer import ReferenceOptimizer
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Sample

@@ -64,7 +64,7 @@ class FlatOptimizer:
     def step(self, gradient: Tensor, params: OptimParams) -> dict[str, float]:
         """One step, after clipping the gradient, in place, to its largest global norm. Metrics: "name:reduction".
 
-        `params` are of this optimiser's family (`checks.check_optim`).
+        `params` are of this optimiser's family (`param_checks.check_optim`).
 
         Raises:
             PostTrainingError: NON_FINITE_LOSS; weights, moments and number of steps are what they were.

@@ -19,11 +19,12 @@ from backend.trainer.base import (
     WeightsConfig,
 )
 from backend.trainer.base_model import BaseModel
-from backend.trainer.checks import check_lora, check_optim, check_room_for_full_weights
+from backend.trainer.checks import check_lora, check_room_for_full_weights
 from backend.trainer.full_slot import FullSlot
 from backend.trainer.memory import Memory
 from backend.trainer.out_of_memory import guarded
 from backend.trainer.packed_model import PackedModel
+from backend.trainer.param_checks import check_optim
 from backend.trainer.running_pass import RunningPass, run_together
 from backend.trainer.slot import RowModel, Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
