@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from backend.trainer.base import AdamParams, FullConfig, LoraConfig, Pass, WeightsConfig
+from backend.trainer.base import AdamParams, FullConfig, LoraConfig, Pass, PassResult, WeightsConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.checkpointing import decoder_layers
 from backend.trainer.dropout import Dropout, SampleRows
@@ -17,6 +18,7 @@ from backend.trainer.packed_model import pack
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import random_sample
 from tests.trainer.sessions import random_adapter, take_gradient
+from together_post_training.samples import Sample
 
 LORA = LoraConfig(rank=4, alpha=8, seed=0)
 SAMPLES = [random_sample(i, 128, n) for i, n in enumerate((20, 20, 7, 33))]
@@ -60,8 +62,8 @@ def test_layers_are_computed_twice_only_where_memory_is_short(base_of):
     counts = []
     for trainer in trainers(base_of("llama"), LORA):
         seen = []
-        layer = trainer._packed._view.base_model.layers[0].self_attn
-        layer.q_proj.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        layer = trainer._packed._view.get_submodule("model.layers.0.self_attn.q_proj")
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         run(trainer)
         trainer.run(Pass(session="s", samples=SAMPLES))
         counts.append(len(seen))
@@ -127,6 +129,39 @@ def test_masks_of_dropout_are_kept_only_where_layers_are(base_of, monkeypatch):
         assert len(drawn) == num_layers
         assert sum(mask() is not None for mask in drawn) == num_alive
         del forward
+
+
+def test_rows_that_sessions_share_are_recomputed_too(base_of):
+    """Losses that are known before any logprob and others, dropout, and no adapter in the body at all."""
+    configs = {
+        "s": replace(LORA, dropout=0.3),
+        "t": replace(LORA, rank=2, train_mlp=False),
+        "u": replace(LORA, train_attn=False, train_mlp=False),
+    }
+    gradients, num_computed = [], []
+    for trainer in trainers(base_of("llama"), configs["s"]):
+        seen = []
+        layer = trainer._packed._view.get_submodule("model.layers.0.self_attn.q_proj")
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        works = []
+        for i, (name, config) in enumerate(configs.items()):
+            if name != "s":
+                trainer.create_session(name, config)
+            trainer.load(name, random_adapter(trainer, name, seed=i), None)
+            works.append(Pass(session=name, samples=SAMPLES[i : i + 2], backward=True))
+        likely = [np.full(s.num_tokens, -4.0, np.float32) for s in works[1].samples]
+        sampled = [
+            Sample(tokens=s.tokens, inputs={**s.inputs, "logprobs": lp, "advantages": -lp})
+            for s, lp in zip(works[1].samples, likely, strict=True)
+        ]
+        works[1] = replace(works[1], samples=sampled, loss="importance_sampling")
+        results = trainer.run_batch(works)
+        assert all(isinstance(result, PassResult) for result in results), results
+        num_computed.append(len(seen))
+        gradients.append({name: take_gradient(trainer, name) for name in configs})
+    assert num_computed == [1, 2]
+    for name in configs:
+        assert_same(gradients[0][name], gradients[1][name])
 
 
 def test_losses_that_need_the_logprobs_first_are_recomputed_too(base_of):

@@ -228,6 +228,41 @@ def test_forward_between_passes_leaves_the_window_alone(llama: TorchTrainer):
     assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
 
 
+def test_load_clears_the_window(llama: TorchTrainer):
+    wanted, weights = [], llama.weights("full")
+    for num_before in (0, 2):
+        for _ in range(num_before):
+            run(llama, "full", data(seed=5), backward=True)
+        llama.load("full", weights, None)
+        assert not llama.has_gradients("full")
+        run(llama, "full", data(), backward=True)
+        wanted.append(take_gradient(llama, "full"))
+    assert all(np.array_equal(wanted[0][name], wanted[1][name]) for name in wanted[0])
+
+
+def test_a_windows_second_pass_takes_memory_until_the_step(base_of: Base):
+    """As large as the weights."""
+    trainer = TorchTrainer(base_of("llama"))
+    trainer.create_session("full", FullConfig())
+    sizes = []
+    for num_passes in (1, 2):
+        for _ in range(num_passes):
+            run(trainer, "full", data(), backward=True)
+        sizes.append(num_buffers(base_of("llama")))
+        trainer.optim_step("full", AdamParams())
+        sizes.append(num_buffers(base_of("llama")))
+    first, after_first, second, after_second = sizes
+    assert (second - first, after_first, after_second) == (1, first, first)
+
+
+def num_buffers(base: BaseModel) -> int:
+    """Buffers as large as the whole model."""
+    gc.collect()
+    size = 4 * ModelLayout(base.module).tensors.size
+    found = (o.untyped_storage() for o in gc.get_objects() if isinstance(o, torch.Tensor))
+    return len({storage.data_ptr() for storage in found if storage.nbytes() == size})
+
+
 def test_second_session_of_full_weights_is_refused_until_the_first_ends(llama: TorchTrainer):
     with pytest.raises(PostTrainingError) as caught:
         llama.create_session("second", FullConfig())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,10 +188,11 @@ def test_bfloat16_inputs_meet_adapters_in_float32():
 def test_selected_rows_keep_their_adapters_and_masks(rows):
     """And a range of rows is a selection."""
     dropout = Dropout(seed=1, step=0, probability=0.4, samples=[SampleRows(number=0, num_tokens=5)])
+    later = replace(dropout, seed=2, samples=[SampleRows(number=0, num_tokens=TOKENS - 7)])
     segments = [
         Segment(start=0, stop=5, weights={"layer": weights(3, seed=10)}, dropout=dropout),
         segment(5, 7, None),
-        segment(7, TOKENS, weights(2, seed=20)),
+        Segment(start=7, stop=TOKENS, weights={"layer": weights(2, seed=20)}, dropout=later),
     ]
     adapters = adapters_at("layer", segments)
     x = normal(TOKENS, IN, seed=2)
