@@ -133,7 +133,7 @@ def test_scheduler_lets_small_operations_pass_a_session_of_large_ones():
 
 @pytest.mark.parametrize("kind", [Kind.SHORT, Kind.BACKWARD])
 def test_scheduler_gives_others_a_turn_however_many_free_items_a_session_has(kind: Kind):
-    served = drained(filled({"free": [(0, kind)] * 500, "other": [(150, Kind.BACKWARD)]}))
+    served = drained(filled({"free": [(0, kind)] * 5000, "other": [(150, Kind.BACKWARD)]}))
     assert [item.session for item in served].index("other") <= 3 * QUANTUM + MERGE + 150
 
 
