@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,3 +148,9 @@ def test_second_full_training_client_waits_for_the_first_to_end(address: str):
     first.close("success").result()
     assert not waiting.result(timeout=30).get_info().is_lora
     second.close("success").result()
+
+
+def test_full_training_client_can_be_awaited(address: str):
+    with tinker.ServiceClient(base_url=address) as service:
+        client = asyncio.run(service.create_full_training_client_async(MODEL))
+        assert not client.get_info().is_lora

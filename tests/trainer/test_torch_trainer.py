@@ -90,7 +90,7 @@ def test_policy_losses_and_gradients_equal_autograd(base_of, directory_of, loss,
     plain_samples = batch(12, 5, 5, 1)
     samples = policy_samples(plain_samples, forward(trainer, "s", plain_samples))
     result = run(trainer, "s", samples, loss, backward=True)
-    params = losses.complete_params(loss, {})
+    params = {key: float(value) for key, value in losses.complete_params(loss, {}).items()}
     wanted, gradient = plain.gradient(samples, loss, params)
     # Ratios of up to e^0.5 turn an error in lp of 1e-5 into one of 1e-5 of a term.
     assert result.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-4, abs=1e-4)
