@@ -29,8 +29,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def served(directory: Path) -> Iterator[tuple[tinker.ServiceClient, Path]]:
     store = directory.parent / "store"
-    with serve(f"rand={directory}", store=store) as (address, _):
-        service = tinker.ServiceClient(base_url=address)
+    with serve(f"rand={directory}", store=store) as server:
+        service = tinker.ServiceClient(base_url=server.address)
         yield service, store
         service.close("success").result()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
+from backend.trainer.adapter_slot import AdapterSlot
 from backend.trainer.base import AdamParams, LoraConfig
 from backend.trainer.torch_trainer import TorchTrainer
 from tests.conformance.data import changed, forward, random_sample, train
@@ -191,7 +193,7 @@ def test_resuming_with_moments_equals_never_stopping(trainer: TorchTrainer):
 def test_deleted_session_frees_its_memory(trainer: TorchTrainer):
     trainer.create_session("s", LORA)
     train(trainer, "s", [random_sample(1, 128, 9)], adam=AdamParams())
-    weights = weakref.ref(trainer._slots["s"].weights)
+    weights = weakref.ref(cast(AdapterSlot, trainer._slots["s"]).weights)
     trainer.delete_session("s")
     gc.collect()
     assert weights() is None
