@@ -6,16 +6,18 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import torch
 
-# Blocks of this size and more go back to the system when they are freed. glibc would raise the limit to 32 MB as it
-# goes, and keep activations of many sizes in a heap full of holes: passes then peaked at 1.4 times as much when all
-# layers were stored and 4 times when they were computed again, and took the same time.
-_MAPPED_BYTES = 2**17
+# glibc keeps freed blocks smaller than a limit that it raises to 32 MB as it goes, in a heap full of holes: passes
+# peaked at 1.4 times what they need when all layers were stored, and 4 times when they were computed again. Giving
+# every block back at once avoids that, but each page that comes anew must be cleared: passes took 1.7 times as long.
+_FRUGAL_BYTES = 2**17
+_USUAL_BYTES = 2**25
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
@@ -74,9 +76,15 @@ def give_back(device: torch.device) -> None:
         _glibc("malloc_trim", 0)
 
 
-def map_large_blocks() -> None:
-    """From here on, what is freed goes back by itself."""
-    _glibc("mallopt", _M_MMAP_THRESHOLD, _MAPPED_BYTES)
+@contextmanager
+def frugally() -> Iterator[None]:
+    """Meanwhile, what is freed goes back to the system at once: a lower peak, at the cost of speed."""
+    _glibc("mallopt", _M_MMAP_THRESHOLD, _FRUGAL_BYTES)
+    try:
+        yield
+    finally:
+        _glibc("mallopt", _M_MMAP_THRESHOLD, _USUAL_BYTES)
+        _glibc("mallopt", _M_TRIM_THRESHOLD, 2 * _USUAL_BYTES)
 
 
 def _glibc(function: str, *args: int) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from backend.trainer.free_memory import available_bytes, gib, give_back, map_large_blocks, mib
+from backend.trainer.free_memory import available_bytes, gib, give_back, mib
 from backend.trainer.row_cost import Cost
 from together_post_training.errors import PostTrainingError, Reason, fail
 
 log = logging.getLogger(__name__)
 
-# Of what is free when a trainer starts, for activations; the rest is for adapters, the generator's cache, and others.
+# Of what is free when a trainer starts, for activations; the rest is for holes in the heap (see `free_memory`),
+# adapters, the generator's cache, and others.
 _SHARE = 0.5
 # Tokens of a micro-batch. On a CPU the time per token is flat from about 500 on; a GPU wants more work at a time.
 _MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -41,7 +42,6 @@ class Memory:
         activation_bytes: int | None = None,
         available: Callable[[torch.device], int] | None = None,
     ) -> None:
-        map_large_blocks()
         self.device = device
         self._available = available or available_bytes
         free = self._available(device)

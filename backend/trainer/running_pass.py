@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from backend.trainer.base import Pass, PassResult
 from backend.trainer.dropout import SampleRows
+from backend.trainer.free_memory import frugally
 from backend.trainer.lora import Segment
 from backend.trainer.memory import Memory
 from backend.trainer.objective import Objective
-from backend.trainer.packed_model import pack
+from backend.trainer.packed_model import PackedRow, pack
 from backend.trainer.packing import plan
 from backend.trainer.slot import RowModel, Slot
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -122,14 +124,28 @@ def _run_row(
     segments: list[Segment] = []
     for p, chosen in parts:
         segments.append(p.segment(segments[-1].stop if segments else 0, chosen))
+    with frugally() if recompute else nullcontext():
+        _compute_row(model, row, parts, segments, memory.device, recompute=recompute)
+
+
+def _compute_row(
+    model: RowModel,
+    row: PackedRow,
+    parts: Sequence[tuple[RunningPass, Sequence[int]]],
+    segments: Sequence[Segment],
+    device: torch.device,
+    *,
+    recompute: bool,
+) -> None:
+    backward = parts[0][0].work.backward
     forward = model.forward(row, segments, for_backward=backward, recompute=recompute)
     if backward and all(p.is_linear for p, _ in parts):
-        gradient = _join([p.linear_derivative(chosen) for p, chosen in parts], memory.device)
+        gradient = _join([p.linear_derivative(chosen) for p, chosen in parts], device)
         _record(parts, forward.score_and_backward(gradient))
         return
     derivatives = _record(parts, forward.logprobs())
     if backward:
-        forward.backward(_join(derivatives, memory.device))
+        forward.backward(_join(derivatives, device))
 
 
 def _record(parts: Sequence[tuple[RunningPass, Sequence[int]]], logprobs: Tensor) -> list[Array]:

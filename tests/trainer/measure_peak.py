@@ -14,7 +14,7 @@ import torch
 
 from backend.trainer import base_model
 from backend.trainer.base import LoraConfig, Pass
-from backend.trainer.free_memory import give_back
+from backend.trainer.free_memory import frugally, give_back
 from backend.trainer.torch_trainer import TorchTrainer
 from together_post_training.samples import Sample
 
@@ -31,7 +31,9 @@ def main(directory: str, num_tokens: int, how: str) -> None:
     before = status("VmRSS")
     # From here on VmHWM is the highest since now.
     Path("/proc/self/clear_refs").write_text("5")
-    train(trainer, num_tokens)
+    # Without holes in the heap, which are no part of the estimate.
+    with frugally():
+        train(trainer, num_tokens)
     cost = trainer._packed.cost
     estimate = cost.storing if how == "stored" else cost.recomputing
     print(json.dumps([status("VmHWM") - before, estimate(num_tokens)]))
