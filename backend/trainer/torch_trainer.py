@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from backend.trainer.adapter_slot import AdapterSlot
@@ -27,6 +28,7 @@ from backend.trainer.packed_model import PackedModel
 from backend.trainer.param_checks import check_optim
 from backend.trainer.running_pass import RunningPass, run_together
 from backend.trainer.slot import RowModel, Slot
+from backend.trainer.threads import leaving_a_core
 from together_post_training.errors import PostTrainingError, Reason, fail
 
 # Passes of up to so many tokens together share rows. On a CPU, with a model of 15 million parameters, 8 passes of 16
@@ -88,8 +90,9 @@ class TorchTrainer:
         sessions = [work.session for work in works]
         assert len(set(sessions)) == len(sessions), "passes of one session run one after the other"
         outcomes: dict[str, PassResult | PostTrainingError] = {}
-        for model, sharing in self._by_model(works):
-            outcomes |= self._run_on(model, sharing)
+        with leaving_a_core() if len(works) > 1 else nullcontext():
+            for model, sharing in self._by_model(works):
+                outcomes |= self._run_on(model, sharing)
         unknown = {name: _unknown(name) for name in sessions if name not in self._slots}
         return [(outcomes | unknown)[name] for name in sessions]
 
