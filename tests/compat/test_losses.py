@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 from tinker import types
@@ -72,7 +73,8 @@ def test_gspo_over_a_prompt_is_warned_of_unless_masked(client):
         "logprobs": [0.0, HIT, HIT],
         "advantages": [0.0, 1.0, 1.0],
     }
-    masked = datum([3, 4, 5], **inputs, sequence_ratio_mask=[0.0, 1.0, 1.0])
+    mask = np.array([0, 1, 1], np.float32)  # a list under this key is news to older SDKs
+    masked = datum([3, 4, 5], **inputs, sequence_ratio_mask=mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         done = client.forward([masked], "gspo").result()
