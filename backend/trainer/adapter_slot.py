@@ -30,7 +30,6 @@ from backend.trainer.flat_layout import FlatLayout
 from backend.trainer.flat_optimizer import FlatOptimizer
 from backend.trainer.lora import LoraWeights, Segment
 from backend.trainer.targets import Layer
-from together_post_training.errors import Reason, fail
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +96,7 @@ class AdapterSlot:
         """See `backend.trainer.slot.Slot.commit_pass`."""
         # A sum of finite numbers may overflow: only then is each looked at.
         if not math.isfinite(self._of_pass.buffer.sum()):
-            self._require_finite()
+            self._layout.require_finite(self._of_pass.buffer)
         if self._has_gradients:
             self._of_window.buffer.add_(self._of_pass.buffer)
         else:
@@ -157,15 +156,6 @@ class AdapterSlot:
                 scale=self.lora.scale,
             )
         return _Gradient(buffer, by_path)
-
-    def _require_finite(self) -> None:
-        for name, gradient in self._layout.views(self._of_pass.buffer).items():
-            if not gradient.isfinite().all():
-                raise fail(
-                    Reason.NON_FINITE_LOSS,
-                    f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
-                    tensor=name,
-                )
 
 
 def _draw(by_path: Mapping[str, LoraWeights], seed: int) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from together_post_training.errors import Reason, fail
+
 Shape = tuple[int, ...]
 
 
@@ -37,6 +39,16 @@ class FlatLayout:
         with torch.no_grad():
             for name, view in self.views(buffer).items():
                 view.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
+
+    def require_finite(self, gradient: Tensor) -> None:
+        """Raises NON_FINITE_LOSS, naming the first tensor whose part is not finite."""
+        for name, part in self.views(gradient).items():
+            if not part.isfinite().all():
+                raise fail(
+                    Reason.NON_FINITE_LOSS,
+                    f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
+                    tensor=name,
+                )
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """(name, start, stop) in the buffer, one after the other."""

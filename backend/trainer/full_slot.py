@@ -102,7 +102,8 @@ class FullSlot:
         gradient = self._pass_gradient
         assert gradient is not None, "a pass has samples"
         if not math.isfinite(gradient.sum()):
-            self._require_finite(gradient)
+            # A sum of finite numbers may overflow: only then is each looked at.
+            self._layout.require_finite(gradient)
         if gradient is not self._window_gradient:
             assert self._window_gradient is not None
             self._window_gradient.add_(gradient)
@@ -141,16 +142,6 @@ class FullSlot:
             return self._window_gradient
         self._second_gradient = _zeros(self._second_gradient, self._model.weights)
         return self._second_gradient
-
-    def _require_finite(self, gradient: Tensor) -> None:
-        """A sum of finite numbers may overflow: only then is each looked at."""
-        for name, part in self._layout.views(gradient).items():
-            if not part.isfinite().all():
-                raise fail(
-                    Reason.NON_FINITE_LOSS,
-                    f"The gradient of {name} is not finite; weights, moments and earlier gradients are unchanged.",
-                    tensor=name,
-                )
 
 
 def _check_room(base: BaseModel, free: int) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Bytes that a row takes at its peak, beside weights and adapters. Within a tenth of what the system shows, for
-    models of 15 and 135 million parameters, with and without recomputing.
+    """Bytes that a row takes at its peak, beside weights and adapters. Within a tenth of what the system shows
+    without holes in the heap (see `free_memory`), for models of 15 and 135 million parameters, with and without
+    recomputing.
 
     fixed: whatever the number of tokens.
     stored: for each token, what all layers keep for backward.
