@@ -8,6 +8,7 @@ TOGETHER_POST_TRAINING_ADDRESS=grpc://host:port.
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -73,6 +74,13 @@ def rollout(
     return {text: future.result().sequences for text, future in futures.items()}
 
 
+def group_advantages(rewards: list[float]) -> list[float]:
+    """Each reward less the mean of its group: no division by the spread, which for equal rewards is 0."""
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards {rewards}: all must be finite")
+    return [reward - mean(rewards) for reward in rewards]
+
+
 def mean(values) -> float:
     values = list(values)
     return sum(values) / len(values)
@@ -125,8 +133,8 @@ def main() -> None:
                 for sequence in sequences
             ]
             batch += [
-                build_datum(prompts[text], sequence, reward - mean(rewards))
-                for sequence, reward in zip(sequences, rewards, strict=True)
+                build_datum(prompts[text], sequence, advantage)
+                for sequence, advantage in zip(sequences, group_advantages(rewards), strict=True)
             ]
             history[text].append(mean(rewards))
         backward = training.forward_backward(batch, "importance_sampling")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from together_post_training import losses
-from together_post_training.losses import LossValue
+from together_post_training.losses import LossValue, kl
 
 
 def value_of(name: str, ratios: list[float], params: dict | None = None, **inputs) -> LossValue:
@@ -157,3 +157,10 @@ def test_metrics_do_not_depend_on_how_positions_are_cut_into_samples(samples):
     parts = [value_of("cispo", ratios) for ratios in samples]
     whole = [value_of("cispo", [r for ratios in samples for r in ratios])]
     assert losses.summarize(parts, 9) == pytest.approx(losses.summarize(whole, 9), rel=1e-9)
+
+
+def test_k3_of_known_logprobs_and_its_slope():
+    """lp = -1, ref = -2: e^-1 + 1 - 1, with slope 1 - e^-1; both are 0 where the two are equal."""
+    value, slope = kl.k3(np.array([-1.0, -1.0]), np.array([-2.0, -1.0]))
+    np.testing.assert_allclose(value, [math.exp(-1), 0], rtol=1e-12)
+    np.testing.assert_allclose(slope, [1 - math.exp(-1), 0], rtol=1e-12)
