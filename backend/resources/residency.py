@@ -60,9 +60,11 @@ class Residency:
     async def add(self, name: str, weights: Weights) -> None:
         """Makes a new snapshot sampleable. With full weights, waits for the room that they take."""
         assert not self.has(name), f"snapshot {name!r} exists"
+        if isinstance(weights, FullWeights):
+            await self._spilled_surplus()
         self._enter(name, weights)
-        if isinstance(weights, FullWeights) and self._spilling is not None:
-            await asyncio.shield(self._spilling)
+        if isinstance(weights, FullWeights):
+            await self._spilled_surplus()
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[str]:
@@ -81,6 +83,8 @@ class Residency:
             while name not in self._resident and self._num_full_in_use() >= MAX_RESIDENT_FULL:
                 self._released.clear()
                 await self._released.wait()
+            if name not in self._resident:
+                await self._spilled_surplus()
             return await self._take(name)
 
     async def _take(self, name: str) -> _Resident:
@@ -108,6 +112,10 @@ class Residency:
         self._resident[name] = _Resident(weights=weights, engine_name=engine_name)
         if self._spilling is None and self._oldest_unused() is not None:
             self._spilling = asyncio.create_task(self._spill_surplus(), name="spill snapshots")
+
+    async def _spilled_surplus(self) -> None:
+        if self._spilling is not None:
+            await asyncio.shield(self._spilling)
 
     async def _spill_surplus(self) -> None:
         try:
