@@ -99,7 +99,7 @@ class EmbeddedSide:
     def publish(self, adapter: Adapter) -> str:
         self._num_snapshots += 1
         snapshot = f"snapshot-{self._num_snapshots}"
-        self.generator.add_snapshot(snapshot, adapter)
+        self._loop.run_until_complete(self.generator.add_snapshot(snapshot, adapter))
         return snapshot
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class BigramGenerator:
     def model(self) -> ModelInfo:
         return self._model.info
 
-    def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+    async def add_snapshot(self, snapshot: str, weights: Weights) -> None:
         if isinstance(weights, FullWeights):
             check_full_weights(weights, {HEAD: self._model.head.shape})
         assert snapshot not in self._snapshots, f"snapshot {snapshot!r} exists: a name is used once"
@@ -46,6 +46,9 @@ class BigramGenerator:
     def drop_snapshot(self, snapshot: str) -> None:
         self._table(snapshot)
         del self._snapshots[snapshot]
+
+    def move(self, old: str, new: str) -> None:
+        raise fail(Reason.UNIMPLEMENTED, "Calls cannot move to other weights yet.")
 
     async def sample(self, call: SampleCall) -> SampleResult:
         if self._is_closed:

@@ -75,7 +75,7 @@ class EmbeddedGenerator:
     def model(self) -> ModelInfo:
         return self._model
 
-    def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+    async def add_snapshot(self, snapshot: str, weights: Weights) -> None:
         is_known = snapshot in self._snapshots or snapshot in self._full
         assert not is_known, f"snapshot {snapshot!r} exists: a name is used once"
         if isinstance(weights, FullWeights):
@@ -91,6 +91,9 @@ class EmbeddedGenerator:
             return
         self._weights(snapshot)
         del self._snapshots[snapshot]
+
+    def move(self, old: str, new: str) -> None:
+        raise fail(Reason.UNIMPLEMENTED, "Calls cannot move to other weights yet.")
 
     async def sample(self, call: SampleCall) -> SampleResult:
         if self._is_closed:

@@ -62,7 +62,7 @@ class Residency:
         assert not self.has(name), f"snapshot {name!r} exists"
         if isinstance(weights, FullWeights):
             await self._spilled_surplus()
-        self._enter(name, weights)
+        await self._enter(name, weights)
         if isinstance(weights, FullWeights):
             await self._spilled_surplus()
 
@@ -105,10 +105,10 @@ class Residency:
         residents = self._resident.values()
         return sum(bool(r.num_users) and isinstance(r.weights, FullWeights) for r in residents)
 
-    def _enter(self, name: str, weights: Weights) -> None:
+    async def _enter(self, name: str, weights: Weights) -> None:
         self._num_stays += 1
         engine_name = f"{name}#{self._num_stays}"
-        self._generator.add_snapshot(engine_name, weights)
+        await self._generator.add_snapshot(engine_name, weights)
         self._resident[name] = _Resident(weights=weights, engine_name=engine_name)
         if self._spilling is None and self._oldest_unused() is not None:
             self._spilling = asyncio.create_task(self._spill_surplus(), name="spill snapshots")
@@ -155,7 +155,7 @@ class Residency:
     async def _load_once(self, name: str) -> None:
         try:
             weights = await asyncio.to_thread(_read, self._path(name), self._spilled[name])
-            self._enter(name, weights)
+            await self._enter(name, weights)
         finally:
             del self._loading[name]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from backend.generator.base import Generator, SampleCall, SampleResult
-from backend.trainer.base import LoraConfig, Trainer
+from backend.trainer.base import LoraConfig, Trainer, Weights
 from tests.conformance.engines import Engine
 
 
@@ -40,8 +40,11 @@ class Bench:
 
     def publish(self, session: str) -> str:
         snapshot = self.name("snapshot")
-        self.generator.add_snapshot(snapshot, self.trainer.weights(session))
+        self.add(snapshot, self.trainer.weights(session))
         return snapshot
+
+    def add(self, snapshot: str, weights: Weights) -> None:
+        self.wait(self.generator.add_snapshot(snapshot, weights))
 
     def sample(self, call: SampleCall) -> SampleResult:
         return self.wait(self.generator.sample(call))

@@ -163,6 +163,6 @@ def test_snapshot_that_does_not_fit_the_model_is_refused_by_name(bench: Bench, f
     tensors = dict(weights.tensors)
     tensors["lm_head.extra"] = np.zeros(3, np.float32)
     with pytest.raises(PostTrainingError) as caught:
-        bench.generator.add_snapshot(bench.name("bad"), FullWeights(tensors=tensors))
+        bench.add(bench.name("bad"), FullWeights(tensors=tensors))
     assert caught.value.reason == Reason.INCOMPATIBLE_CHECKPOINT
     assert "lm_head.extra" in caught.value.message

@@ -175,7 +175,7 @@ def test_the_adapter_handed_over_may_be_reused(bench: Bench):
     session = trained(bench)
     adapter = bench.trainer.weights(session)
     snapshot = bench.name("snapshot")
-    bench.generator.add_snapshot(snapshot, adapter)
+    bench.add(snapshot, adapter)
     scoring = call(prompt_of(bench, 6), snapshot=snapshot, max_tokens=0, prompt_logprobs=True)
     first = bench.sample(scoring).prompt_logprobs
     train(

@@ -171,7 +171,7 @@ def test_snapshots_and_the_base_answer_side_by_side(succ16: Bench):
     for token in (9, 12):
         adapter = always(succ16.trainer, session, token=token, delta=8.0)
         snapshots.append(succ16.name("snapshot"))
-        succ16.generator.add_snapshot(snapshots[-1], adapter)
+        succ16.add(snapshots[-1], adapter)
     for snapshot, expected in ((None, 4), (snapshots[0], 9), (snapshots[1], 12), (None, 4)):
         asked = call([3], snapshot=snapshot, max_tokens=3, temperature=0.0)
         assert succ16.sample(asked).sequences[0].tokens[0] == expected
@@ -181,7 +181,7 @@ def test_a_very_unlikely_token_has_a_finite_logprob(succ16: Bench):
     session = succ16.session(rank=4, alpha=16)
     snapshot = succ16.name("snapshot")
     adapter = always(succ16.trainer, session, token=2, delta=-1e5)
-    succ16.generator.add_snapshot(snapshot, adapter)
+    succ16.add(snapshot, adapter)
     result = succ16.sample(
         call([3, 2], snapshot=snapshot, max_tokens=0, prompt_logprobs=True, topk_prompt_logprobs=16)
     )

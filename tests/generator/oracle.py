@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,8 +43,14 @@ def random_adapter(base: BaseModel, *, seed: int, rank: int = 4, size: float = 0
 
 def publish(generator: EmbeddedGenerator, adapter: Adapter) -> str:
     snapshot = f"snapshot-{next(_names)}"
-    generator.add_snapshot(snapshot, adapter)
+    finished(generator.add_snapshot(snapshot, adapter))
     return snapshot
+
+
+def finished(work: Coroutine[None, None, None]) -> None:
+    """Runs what never waits, also where a loop is running already."""
+    with pytest.raises(StopIteration):
+        work.send(None)
 
 
 def merged(base: BaseModel, adapter: Adapter | None) -> PreTrainedModel:

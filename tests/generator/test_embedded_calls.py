@@ -124,13 +124,13 @@ def test_dropping_what_is_unknown_is_not_found(generator):
     assert error.value.reason is Reason.SNAPSHOT_NOT_FOUND
 
 
-def test_an_adapter_of_another_model_is_refused(base_of, generator):
+def test_an_adapter_of_another_model_is_refused(base_of, generator, wait):
     adapter = random_adapter(base_of("llama"), seed=0)
     other = replace(
         adapter, tensors={n.replace("q_proj", "x_proj"): t for n, t in adapter.tensors.items()}
     )
     with pytest.raises(PostTrainingError, match="x_proj") as error:
-        generator.add_snapshot("unfit", other)
+        wait(generator.add_snapshot("unfit", other))
     assert error.value.reason is Reason.INCOMPATIBLE_CHECKPOINT
 
 

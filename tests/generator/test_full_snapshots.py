@@ -68,7 +68,7 @@ def test_full_snapshot_is_sampled_and_scored_as_transformers_computes_it(
 ):
     base, generator = base_of(name), generator_of(name)
     weights = random_weights(base)
-    generator.add_snapshot("full", weights)
+    wait(generator.add_snapshot("full", weights))
     prompt = random_prompt(9)
     wanted = plain_logprobs(base, weights, prompt)
     got = wait(generator.sample(call(prompt, snapshot="full", max_tokens=8, prompt_logprobs=True)))
@@ -99,7 +99,7 @@ def test_engine_of_a_full_snapshot_runs_from_its_first_sample_until_it_is_droppe
     before = num_engines()
     generator = EmbeddedGenerator(base_of("qwen3"))
     weights = random_weights(base_of("qwen3"))
-    generator.add_snapshot("full", weights)
+    wait(generator.add_snapshot("full", weights))
     assert num_engines() == before + 1, "the base's alone"
     wait(generator.sample(call([1, 2], snapshot="full", max_tokens=2)))
     assert num_engines() == before + 2
@@ -108,7 +108,7 @@ def test_engine_of_a_full_snapshot_runs_from_its_first_sample_until_it_is_droppe
     with pytest.raises(PostTrainingError) as caught:
         wait(generator.sample(call([1, 2], snapshot="full", max_tokens=2)))
     assert caught.value.reason == Reason.SNAPSHOT_NOT_FOUND
-    generator.add_snapshot("another", weights)
+    wait(generator.add_snapshot("another", weights))
     wait(generator.sample(call([1, 2], snapshot="another", max_tokens=2)))
     wait(generator.close())
     wait_for_engines(before)
@@ -121,7 +121,7 @@ def test_full_snapshot_that_was_dropped_leaves_nothing_in_memory(
     generator = EmbeddedGenerator(base_of("qwen3"))
     weights = random_weights(base_of("qwen3"))
     arrays = [weakref.ref(tensor) for tensor in weights.tensors.values()]
-    generator.add_snapshot("full", weights)
+    wait(generator.add_snapshot("full", weights))
     wait(generator.sample(call([1, 2], snapshot="full", max_tokens=4, prompt_logprobs=True)))
     del weights
     generator.drop_snapshot("full")
@@ -145,10 +145,10 @@ def test_sample_that_runs_goes_on_when_its_full_snapshot_is_dropped(
         generator.drop_snapshot("full")
         return await running
 
-    generator.add_snapshot("full", weights)
+    wait(generator.add_snapshot("full", weights))
     got = wait(drop_meanwhile())
     wait_for_engines(before + 1)
-    generator.add_snapshot("again", weights)
+    wait(generator.add_snapshot("again", weights))
     wanted = wait(generator.sample(call([1, 2], snapshot="again", max_tokens=40)))
     assert got.sequences[0].tokens.tolist() == wanted.sequences[0].tokens.tolist()
     wait(generator.close())
@@ -200,7 +200,7 @@ def test_full_snapshot_of_a_bfloat16_model_is_sampled_in_float32(
     base = base_model.load("bf16", str(directory), dtype="bfloat16", device="cpu")
     weights = random_weights(base)
     generator = EmbeddedGenerator(base)
-    generator.add_snapshot("full", weights)
+    wait(generator.add_snapshot("full", weights))
     prompt = random_prompt(9)
     got = wait(generator.sample(call(prompt, snapshot="full", max_tokens=0, prompt_logprobs=True)))
     np.testing.assert_allclose(
@@ -211,7 +211,7 @@ def test_full_snapshot_of_a_bfloat16_model_is_sampled_in_float32(
 
 @pytest.mark.parametrize("fault", ["missing", "misshapen"])
 def test_full_snapshot_that_does_not_fit_is_refused_by_name(
-    generator: EmbeddedGenerator, base_of: Callable[[str], BaseModel], fault: str
+    generator: EmbeddedGenerator, base_of: Callable[[str], BaseModel], wait: Wait, fault: str
 ):
     tensors = dict(random_weights(base_of("qwen3")).tensors)
     if fault == "missing":
@@ -219,6 +219,6 @@ def test_full_snapshot_that_does_not_fit_is_refused_by_name(
     else:
         tensors["model.norm.weight"] = np.zeros(3, np.float32)
     with pytest.raises(PostTrainingError) as caught:
-        generator.add_snapshot("bad", FullWeights(tensors=tensors))
+        wait(generator.add_snapshot("bad", FullWeights(tensors=tensors)))
     assert caught.value.reason == Reason.INCOMPATIBLE_CHECKPOINT
     assert f"{fault}: model.norm.weight" in caught.value.message

@@ -175,8 +175,8 @@ class CountingGenerator(BigramGenerator):
         self.held: set[str] = set()
         self.most = 0
 
-    def add_snapshot(self, snapshot: str, weights: Weights) -> None:
-        super().add_snapshot(snapshot, weights)
+    async def add_snapshot(self, snapshot: str, weights: Weights) -> None:
+        await super().add_snapshot(snapshot, weights)
         self.held.add(snapshot)
         self.most = max(self.most, len(self.held))
 

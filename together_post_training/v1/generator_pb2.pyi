@@ -18,26 +18,30 @@ STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 
 class Snapshot(_message.Message):
-    __slots__ = ("name", "base_model", "session", "policy_version", "path")
+    __slots__ = ("name", "base_model", "session", "policy_version", "path", "is_live")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    IS_LIVE_FIELD_NUMBER: _ClassVar[int]
     name: str
     base_model: str
     session: str
     policy_version: int
     path: str
-    def __init__(self, name: _Optional[str] = ..., base_model: _Optional[str] = ..., session: _Optional[str] = ..., policy_version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    is_live: bool
+    def __init__(self, name: _Optional[str] = ..., base_model: _Optional[str] = ..., session: _Optional[str] = ..., policy_version: _Optional[int] = ..., path: _Optional[str] = ..., is_live: bool = ...) -> None: ...
 
 class OpenSnapshotRequest(_message.Message):
-    __slots__ = ("base_model", "path")
+    __slots__ = ("base_model", "path", "live_session")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    LIVE_SESSION_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     path: str
-    def __init__(self, base_model: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    live_session: str
+    def __init__(self, base_model: _Optional[str] = ..., path: _Optional[str] = ..., live_session: _Optional[str] = ...) -> None: ...
 
 class GetSnapshotRequest(_message.Message):
     __slots__ = ("name",)
@@ -45,8 +49,24 @@ class GetSnapshotRequest(_message.Message):
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
+class HoldSnapshotsRequest(_message.Message):
+    __slots__ = ("holder", "snapshots")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    snapshots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, holder: _Optional[str] = ..., snapshots: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HoldSnapshotsResponse(_message.Message):
+    __slots__ = ("missing", "lease_s")
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, missing: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
 class SampleRequest(_message.Message):
-    __slots__ = ("snapshot", "prompt", "num_samples", "params", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "record_stability_info")
+    __slots__ = ("snapshot", "prompt", "num_samples", "params", "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "record_stability_info", "return_routed_experts", "prompt_logprobs_last_n", "target_prompt_logprobs", "prompt_alt_tokens_k")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +75,10 @@ class SampleRequest(_message.Message):
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RECORD_STABILITY_INFO_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _ClassVar[int]
     snapshot: str
     prompt: _data_pb2.ModelInput
     num_samples: int
@@ -63,23 +87,29 @@ class SampleRequest(_message.Message):
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
     record_stability_info: bool
-    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ..., num_samples: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., record_stability_info: bool = ...) -> None: ...
+    return_routed_experts: bool
+    prompt_logprobs_last_n: int
+    target_prompt_logprobs: _data_pb2.Tensor
+    prompt_alt_tokens_k: int
+    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ..., num_samples: _Optional[int] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: bool = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., record_stability_info: bool = ..., return_routed_experts: bool = ..., prompt_logprobs_last_n: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "seed", "temperature", "top_p", "top_k", "stop")
+    __slots__ = ("max_tokens", "seed", "temperature", "top_p", "top_k", "stop", "min_p")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     seed: int
     temperature: float
     top_p: float
     top_k: int
     stop: Stop
-    def __init__(self, max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    min_p: float
+    def __init__(self, max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("strings", "tokens")
@@ -90,32 +120,60 @@ class Stop(_message.Message):
     def __init__(self, strings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "policy_version")
+    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "policy_version", "target_prompt_logprobs", "prompt_alt_tokens", "warnings")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ALT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SampledSequence]
     prompt_logprobs: _data_pb2.Tensor
     topk_prompt_logprobs: TopkLogprobs
     prompt_cache_hit_tokens: int
     policy_version: int
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    target_prompt_logprobs: _data_pb2.Tensor
+    prompt_alt_tokens: PromptAltTokens
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., policy_version: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[PromptAltTokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PromptAltTokens(_message.Message):
+    __slots__ = ("tokens", "logprobs")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _data_pb2.Tensor
+    logprobs: _data_pb2.Tensor
+    def __init__(self, tokens: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class PolicySegment(_message.Message):
+    __slots__ = ("policy_version", "first_token", "snapshot")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    first_token: int
+    snapshot: str
+    def __init__(self, policy_version: _Optional[int] = ..., first_token: _Optional[int] = ..., snapshot: _Optional[str] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
-    __slots__ = ("id", "stop_reason", "tokens", "logprobs", "topk_logprobs")
+    __slots__ = ("id", "stop_reason", "tokens", "logprobs", "topk_logprobs", "policy_segments", "routed_experts_key")
     ID_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_KEY_FIELD_NUMBER: _ClassVar[int]
     id: str
     stop_reason: StopReason
     tokens: bytes
     logprobs: bytes
     topk_logprobs: TopkLogprobs
-    def __init__(self, id: _Optional[str] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...) -> None: ...
+    policy_segments: _containers.RepeatedCompositeFieldContainer[PolicySegment]
+    routed_experts_key: str
+    def __init__(self, id: _Optional[str] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., policy_segments: _Optional[_Iterable[_Union[PolicySegment, _Mapping]]] = ..., routed_experts_key: _Optional[str] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "num_rows")
@@ -130,15 +188,19 @@ class TopkLogprobs(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., k: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("snapshot", "prompt")
+    __slots__ = ("snapshot", "prompt", "last_n")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    LAST_N_FIELD_NUMBER: _ClassVar[int]
     snapshot: str
     prompt: _data_pb2.ModelInput
-    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ...) -> None: ...
+    last_n: int
+    def __init__(self, snapshot: _Optional[str] = ..., prompt: _Optional[_Union[_data_pb2.ModelInput, _Mapping]] = ..., last_n: _Optional[int] = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
-    __slots__ = ("logprobs",)
+    __slots__ = ("logprobs", "warnings")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     logprobs: _data_pb2.Tensor
-    def __init__(self, logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, logprobs: _Optional[_Union[_data_pb2.Tensor, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...

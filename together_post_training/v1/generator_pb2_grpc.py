@@ -44,6 +44,11 @@ class GeneratorServiceStub(object):
                 request_serializer=together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.SerializeToString,
                 response_deserializer=together__post__training_dot_v1_dot_generator__pb2.Snapshot.FromString,
                 _registered_method=True)
+        self.HoldSnapshots = channel.unary_unary(
+                '/together_post_training.v1.GeneratorService/HoldSnapshots',
+                request_serializer=together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsResponse.FromString,
+                _registered_method=True)
         self.Sample = channel.unary_unary(
                 '/together_post_training.v1.GeneratorService/Sample',
                 request_serializer=together__post__training_dot_v1_dot_generator__pb2.SampleRequest.SerializeToString,
@@ -69,6 +74,14 @@ class GeneratorServiceServicer(object):
 
     def GetSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldSnapshots(self, request, context):
+        """Says which snapshots a client holds: all of them, each time. A session's snapshots are kept as long as somebody
+        holds them; clients call this again well before the lease ends.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -99,6 +112,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.GetSnapshot,
                     request_deserializer=together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.FromString,
                     response_serializer=together__post__training_dot_v1_dot_generator__pb2.Snapshot.SerializeToString,
+            ),
+            'HoldSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldSnapshots,
+                    request_deserializer=together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsResponse.SerializeToString,
             ),
             'Sample': grpc.unary_unary_rpc_method_handler(
                     servicer.Sample,
@@ -165,6 +183,33 @@ class GeneratorService(object):
             '/together_post_training.v1.GeneratorService/GetSnapshot',
             together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.SerializeToString,
             together__post__training_dot_v1_dot_generator__pb2.Snapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.GeneratorService/HoldSnapshots',
+            together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsRequest.SerializeToString,
+            together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

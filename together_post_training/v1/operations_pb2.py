@@ -27,7 +27,7 @@ from together_post_training.v1 import data_pb2 as together__post__training_dot_v
 from together_post_training.v1 import errors_pb2 as together__post__training_dot_v1_dot_errors__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*together_post_training/v1/operations.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$together_post_training/v1/data.proto\x1a&together_post_training/v1/errors.proto\"\xd5\x05\n\tOperation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x04kind\x18\x02 \x01(\x0e\x32(.together_post_training.v1.OperationKind\x12\x38\n\x05state\x18\x03 \x01(\x0e\x32).together_post_training.v1.OperationState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x05\x65rror\x18\x07 \x01(\x0b\x32 .together_post_training.v1.Error\x12L\n\x10\x66orward_backward\x18\x08 \x01(\x0b\x32\x30.together_post_training.v1.ForwardBackwardResultH\x00\x12@\n\noptim_step\x18\t \x01(\x0b\x32*.together_post_training.v1.OptimStepResultH\x00\x12\x44\n\x0cweights_sync\x18\n \x01(\x0b\x32,.together_post_training.v1.WeightsSyncResultH\x00\x12J\n\x0fsave_checkpoint\x18\x0b \x01(\x0b\x32/.together_post_training.v1.SaveCheckpointResultH\x00\x12J\n\x0fload_checkpoint\x18\x0c \x01(\x0b\x32/.together_post_training.v1.LoadCheckpointResultH\x00\x12\x10\n\x08warnings\x18\r \x03(\tB\x08\n\x06result\"\xd9\x01\n\x15\x46orwardBackwardResult\x12@\n\x0floss_fn_outputs\x18\x01 \x03(\x0b\x32\'.together_post_training.v1.LossFnOutput\x12N\n\x07metrics\x18\x02 \x03(\x0b\x32=.together_post_training.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa8\x01\n\x0cLossFnOutput\x12\x45\n\x07tensors\x18\x01 \x03(\x0b\x32\x34.together_post_training.v1.LossFnOutput.TensorsEntry\x1aQ\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor:\x02\x38\x01\"\xa3\x01\n\x0fOptimStepResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12H\n\x07metrics\x18\x02 \x03(\x0b\x32\x37.together_post_training.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x11WeightsSyncResult\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"<\n\x14SaveCheckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"<\n\x14LoadCheckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"#\n\x13GetOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"J\n\x14WaitOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"b\n\x15ListOperationsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"k\n\x16ListOperationsResponse\x12\x38\n\noperations\x18\x01 \x03(\x0b\x32$.together_post_training.v1.Operation\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x16\x43\x61ncelOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t*\xa4\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x01\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x02\x12*\n&OPERATION_KIND_CUSTOM_FORWARD_BACKWARD\x10\x03\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x04\x12\x1f\n\x1bOPERATION_KIND_WEIGHTS_SYNC\x10\x05\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x06\x12\"\n\x1eOPERATION_KIND_LOAD_CHECKPOINT\x10\x07*\xde\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_STATE_HELD\x10\x01\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x02\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x03\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x04\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x05\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x06\x32\xc3\x03\n\x10OperationService\x12\x64\n\x0cGetOperation\x12..together_post_training.v1.GetOperationRequest\x1a$.together_post_training.v1.Operation\x12\x66\n\rWaitOperation\x12/.together_post_training.v1.WaitOperationRequest\x1a$.together_post_training.v1.Operation\x12u\n\x0eListOperations\x12\x30.together_post_training.v1.ListOperationsRequest\x1a\x31.together_post_training.v1.ListOperationsResponse\x12j\n\x0f\x43\x61ncelOperation\x12\x31.together_post_training.v1.CancelOperationRequest\x1a$.together_post_training.v1.Operationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*together_post_training/v1/operations.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$together_post_training/v1/data.proto\x1a&together_post_training/v1/errors.proto\"\xd5\x05\n\tOperation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x04kind\x18\x02 \x01(\x0e\x32(.together_post_training.v1.OperationKind\x12\x38\n\x05state\x18\x03 \x01(\x0e\x32).together_post_training.v1.OperationState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x05\x65rror\x18\x07 \x01(\x0b\x32 .together_post_training.v1.Error\x12L\n\x10\x66orward_backward\x18\x08 \x01(\x0b\x32\x30.together_post_training.v1.ForwardBackwardResultH\x00\x12@\n\noptim_step\x18\t \x01(\x0b\x32*.together_post_training.v1.OptimStepResultH\x00\x12\x44\n\x0cweights_sync\x18\n \x01(\x0b\x32,.together_post_training.v1.WeightsSyncResultH\x00\x12J\n\x0fsave_checkpoint\x18\x0b \x01(\x0b\x32/.together_post_training.v1.SaveCheckpointResultH\x00\x12J\n\x0fload_checkpoint\x18\x0c \x01(\x0b\x32/.together_post_training.v1.LoadCheckpointResultH\x00\x12\x10\n\x08warnings\x18\r \x03(\tB\x08\n\x06result\"\xd9\x01\n\x15\x46orwardBackwardResult\x12@\n\x0floss_fn_outputs\x18\x01 \x03(\x0b\x32\'.together_post_training.v1.LossFnOutput\x12N\n\x07metrics\x18\x02 \x03(\x0b\x32=.together_post_training.v1.ForwardBackwardResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa8\x01\n\x0cLossFnOutput\x12\x45\n\x07tensors\x18\x01 \x03(\x0b\x32\x34.together_post_training.v1.LossFnOutput.TensorsEntry\x1aQ\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor:\x02\x38\x01\"\xa3\x01\n\x0fOptimStepResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12H\n\x07metrics\x18\x02 \x03(\x0b\x32\x37.together_post_training.v1.OptimStepResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x11WeightsSyncResult\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x12\n\nis_pending\x18\x03 \x01(\x08\"<\n\x14SaveCheckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"<\n\x14LoadCheckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"#\n\x13GetOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"J\n\x14WaitOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"b\n\x15ListOperationsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"k\n\x16ListOperationsResponse\x12\x38\n\noperations\x18\x01 \x03(\x0b\x32$.together_post_training.v1.Operation\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x16\x43\x61ncelOperationRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t*\xa4\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_FORWARD\x10\x01\x12#\n\x1fOPERATION_KIND_FORWARD_BACKWARD\x10\x02\x12*\n&OPERATION_KIND_CUSTOM_FORWARD_BACKWARD\x10\x03\x12\x1d\n\x19OPERATION_KIND_OPTIM_STEP\x10\x04\x12\x1f\n\x1bOPERATION_KIND_WEIGHTS_SYNC\x10\x05\x12\"\n\x1eOPERATION_KIND_SAVE_CHECKPOINT\x10\x06\x12\"\n\x1eOPERATION_KIND_LOAD_CHECKPOINT\x10\x07*\xde\x01\n\x0eOperationState\x12\x1f\n\x1bOPERATION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_STATE_HELD\x10\x01\x12\x1a\n\x16OPERATION_STATE_QUEUED\x10\x02\x12\x1b\n\x17OPERATION_STATE_RUNNING\x10\x03\x12\x1d\n\x19OPERATION_STATE_SUCCEEDED\x10\x04\x12\x1a\n\x16OPERATION_STATE_FAILED\x10\x05\x12\x1d\n\x19OPERATION_STATE_CANCELLED\x10\x06\x32\xc3\x03\n\x10OperationService\x12\x64\n\x0cGetOperation\x12..together_post_training.v1.GetOperationRequest\x1a$.together_post_training.v1.Operation\x12\x66\n\rWaitOperation\x12/.together_post_training.v1.WaitOperationRequest\x1a$.together_post_training.v1.Operation\x12u\n\x0eListOperations\x12\x30.together_post_training.v1.ListOperationsRequest\x1a\x31.together_post_training.v1.ListOperationsResponse\x12j\n\x0f\x43\x61ncelOperation\x12\x31.together_post_training.v1.CancelOperationRequest\x1a$.together_post_training.v1.Operationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,10 +40,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOSSFNOUTPUT_TENSORSENTRY']._serialized_options = b'8\001'
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._loaded_options = None
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_OPERATIONKIND']._serialized_start=2034
-  _globals['_OPERATIONKIND']._serialized_end=2326
-  _globals['_OPERATIONSTATE']._serialized_start=2329
-  _globals['_OPERATIONSTATE']._serialized_end=2551
+  _globals['_OPERATIONKIND']._serialized_start=2054
+  _globals['_OPERATIONKIND']._serialized_end=2346
+  _globals['_OPERATIONSTATE']._serialized_start=2349
+  _globals['_OPERATIONSTATE']._serialized_end=2571
   _globals['_OPERATION']._serialized_start=185
   _globals['_OPERATION']._serialized_end=910
   _globals['_FORWARDBACKWARDRESULT']._serialized_start=913
@@ -59,21 +59,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_start=1084
   _globals['_OPTIMSTEPRESULT_METRICSENTRY']._serialized_end=1130
   _globals['_WEIGHTSSYNCRESULT']._serialized_start=1469
-  _globals['_WEIGHTSSYNCRESULT']._serialized_end=1530
-  _globals['_SAVECHECKPOINTRESULT']._serialized_start=1532
-  _globals['_SAVECHECKPOINTRESULT']._serialized_end=1592
-  _globals['_LOADCHECKPOINTRESULT']._serialized_start=1594
-  _globals['_LOADCHECKPOINTRESULT']._serialized_end=1654
-  _globals['_GETOPERATIONREQUEST']._serialized_start=1656
-  _globals['_GETOPERATIONREQUEST']._serialized_end=1691
-  _globals['_WAITOPERATIONREQUEST']._serialized_start=1693
-  _globals['_WAITOPERATIONREQUEST']._serialized_end=1767
-  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1769
-  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1867
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1869
-  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1976
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1978
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=2031
-  _globals['_OPERATIONSERVICE']._serialized_start=2554
-  _globals['_OPERATIONSERVICE']._serialized_end=3005
+  _globals['_WEIGHTSSYNCRESULT']._serialized_end=1550
+  _globals['_SAVECHECKPOINTRESULT']._serialized_start=1552
+  _globals['_SAVECHECKPOINTRESULT']._serialized_end=1612
+  _globals['_LOADCHECKPOINTRESULT']._serialized_start=1614
+  _globals['_LOADCHECKPOINTRESULT']._serialized_end=1674
+  _globals['_GETOPERATIONREQUEST']._serialized_start=1676
+  _globals['_GETOPERATIONREQUEST']._serialized_end=1711
+  _globals['_WAITOPERATIONREQUEST']._serialized_start=1713
+  _globals['_WAITOPERATIONREQUEST']._serialized_end=1787
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1789
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1887
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_start=1889
+  _globals['_LISTOPERATIONSRESPONSE']._serialized_end=1996
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1998
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=2051
+  _globals['_OPERATIONSERVICE']._serialized_start=2574
+  _globals['_OPERATIONSERVICE']._serialized_end=3025
 # @@protoc_insertion_point(module_scope)

@@ -122,12 +122,14 @@ class OptimStepResult(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WeightsSyncResult(_message.Message):
-    __slots__ = ("snapshot", "policy_version")
+    __slots__ = ("snapshot", "policy_version", "is_pending")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_PENDING_FIELD_NUMBER: _ClassVar[int]
     snapshot: str
     policy_version: int
-    def __init__(self, snapshot: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    is_pending: bool
+    def __init__(self, snapshot: _Optional[str] = ..., policy_version: _Optional[int] = ..., is_pending: bool = ...) -> None: ...
 
 class SaveCheckpointResult(_message.Message):
     __slots__ = ("path", "policy_version")
