@@ -69,7 +69,7 @@ class Topk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """From `first_token` on, until the next segment, a sequence was sampled from these weights; None: the base model."""
+    """From `first_token` to the next segment, a sequence was sampled from these weights; None: the base model."""
 
     snapshot: str | None
     first_token: int = 0
