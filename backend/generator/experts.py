@@ -25,6 +25,8 @@ class RoutedExperts(nn.Module):
         self._routes = routes
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self._routes.chosen is not None:
+            self._routes.chosen.append(experts_TK)
         sent = dispatch(experts_TK, len(self._shared["down_proj"]))
         gate_up = self._linear("gate_up_proj", sent.gather(hidden_TH), sent)
         down = self._linear("down_proj", self._apply_gate(gate_up), sent)

@@ -36,10 +36,14 @@ class Span:
 
 class Routes:
     """Which tokens go through which adapter, now; all others are the base model's. Owned by the engine's thread, read
-    by all layers."""
+    by all layers.
+
+    chosen: takes, layer after layer, the experts that each token goes through, int64 (T, K). None: nobody asks.
+    """
 
     def __init__(self) -> None:
         self.spans: Sequence[Span] = ()
+        self.chosen: list[Tensor] | None = None
 
 
 class RoutedLinear(nn.Module):

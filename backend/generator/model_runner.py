@@ -51,9 +51,15 @@ class ModelRunner:
         positions_T: Tensor,
         spans: Sequence[Span],
         plan: attention.Plan,
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
-        """The last layer's normalised output, (T, H). `spans`: which of the T tokens have adapters."""
-        with self._routed(spans):
+        """The last layer's normalised output, (T, H).
+
+        Args:
+            spans: which of the T tokens have adapters.
+            chosen: takes, for each layer with experts, those that the tokens went through, int64 (T, K).
+        """
+        with self._routed(spans, chosen):
             out = self._body(
                 input_ids=tokens_T[None],
                 position_ids=positions_T[None],
@@ -68,10 +74,10 @@ class ModelRunner:
             return self._head(hidden_NH.float())
 
     @contextmanager
-    def _routed(self, spans: Sequence[Span]) -> Iterator[None]:
+    def _routed(self, spans: Sequence[Span], chosen: list[Tensor] | None = None) -> Iterator[None]:
         """For one forward: afterwards nothing here keeps a snapshot alive."""
-        self._routes.spans = spans
+        self._routes.spans, self._routes.chosen = spans, chosen
         try:
             yield
         finally:
-            self._routes.spans = ()
+            self._routes.spans, self._routes.chosen = (), None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backend.generator.base import SampleCall, SampledSequence, SampleResult, Topk
+from backend.generator.expert_trace import ExpertTrace
 from backend.generator.kv_cache import Row
 from backend.generator.lora import SnapshotWeights
 from backend.generator.sampling import TokenStream
@@ -26,7 +27,8 @@ class Job:
     Owned by the engine's thread once it is submitted; only `future` may be cancelled from anywhere, which makes the
     engine forget the job.
 
-    number: the order of arrival. waiting: the samples that have no row yet, or lost theirs.
+    number: the order of arrival. waiting: the samples that have no row yet, or lost theirs. trace: of the prompt, if
+    the call asks for experts.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Job:
         self.prompt = torch.tensor(call.prompt, dtype=torch.int64, device="cpu")
         self.needs_scores = call.prompt_logprobs or call.topk_prompt_logprobs > 0
         self.scores: tuple[np.ndarray, Topk | None] = (np.empty(0), None)
+        self.trace = ExpertTrace()
         num_samples = call.num_samples if call.max_tokens else 0
         self.samples = [Sample(self, i, decode) for i in range(num_samples)]
         self.waiting = deque(self.samples)
@@ -87,6 +90,7 @@ class Sample:
         self._logprobs: list[float] = []
         self._topk: list[Topk] = []
         self._is_stopped = False
+        self._trace = ExpertTrace(first=len(job.prompt))
 
     @property
     def held_row(self) -> Row:
@@ -125,12 +129,21 @@ class Sample:
         self._is_stopped = self._matcher.push(token)
         self.is_finished = self._is_stopped or not self.num_left
 
+    def trace(self, start: int, experts_TLK: np.ndarray) -> None:
+        """Takes the experts of its tokens from position `start` on, the prompt's counted; int16 (T, layers, K)."""
+        num_prompt = max(0, len(self.job.prompt) - start)
+        if num_prompt:
+            self.job.trace.add(start, experts_TLK[:num_prompt])
+        self._trace.add(start + num_prompt, experts_TLK[num_prompt:])
+
     def result(self) -> SampledSequence:
+        experts = [*self.job.trace.experts(), *self._trace.experts()]
         return SampledSequence(
             tokens=np.array(self.tokens, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
             stop_reason="stop" if self._is_stopped else "length",
             topk=_stacked(self._topk) if self._topk else None,
+            routed_experts=np.concatenate(experts) if experts else None,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,12 @@ from torch import Tensor
 from backend.generator import torch_sampling
 from backend.generator.attention import DecodePlan, PrefillPlan
 from backend.generator.base import Topk
+from backend.generator.expert_trace import chosen_by_token
 from backend.generator.lora import SnapshotWeights, Span
 from backend.generator.model_runner import ModelRunner
 from backend.generator.sampling import Controls
 from backend.generator.scoring import score_prompt
-from backend.generator.sequences import Prefill, Sample
+from backend.generator.sequences import Job, Prefill, Sample
 
 # 32 MB of float32 logits at a time, when prompts are scored.
 _CHUNK_VALUES = 2**23
@@ -46,6 +47,7 @@ class Stepper:
         prefills = sorted(prefills, key=lambda p: id(p.job.weights))
         lengths = [len(p.tokens) for p in prefills]
         device = self._runner.device
+        chosen = _asked(p.job for p in prefills)
         hidden_TH = self._runner.hidden(
             torch.cat([p.tokens for p in prefills]).to(device),
             torch.cat([torch.arange(n, device=device) for n in lengths]),
@@ -53,7 +55,10 @@ class Stepper:
             PrefillPlan(
                 [(len(p.tokens), [s.held_row for s in p.samples]) for p in prefills], device
             ),
+            chosen,
         )
+        if chosen:
+            _trace([(p.samples, 0, len(p.tokens)) for p in prefills], chosen)
         samples, last = [], []
         for prefill, hidden in zip(prefills, hidden_TH.split(lengths), strict=True):
             self._score(prefill, hidden)
@@ -66,12 +71,16 @@ class Stepper:
         running = sorted(running, key=_order)
         lengths = [sample.num_tokens for sample in running]
         device = self._runner.device
+        chosen = _asked(sample.job for sample in running)
         hidden_BH = self._runner.hidden(
             torch.tensor([sample.tokens[-1] for sample in running], device=device),
             torch.tensor(lengths, device=device) - 1,
             _spans([sample.job.weights for sample in running], [1] * len(running)),
             DecodePlan([sample.held_row for sample in running], lengths, device),
+            chosen,
         )
+        if chosen:
+            _trace([([s], s.num_tokens - 1, 1) for s in running], chosen)
         return self._draw(running, hidden_BH)
 
     def _score(self, prefill: Prefill, hidden_TH: Tensor) -> None:
@@ -102,6 +111,28 @@ class Stepper:
                 zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)
             )
         ]
+
+
+def _asked(jobs: Iterable[Job]) -> list[Tensor] | None:
+    """Where a forward puts the experts that it went through; None: no job asks for them."""
+    return [] if any(job.call.return_routed_experts for job in jobs) else None
+
+
+def _trace(
+    read: Sequence[tuple[Sequence[Sample], int, int]], chosen_by_layer: Sequence[Tensor]
+) -> None:
+    """Gives samples the experts of the tokens that were read for them, packed one after the other.
+
+    read: samples with the same tokens, the position of the first of these, and their number.
+    """
+    experts_TLK = chosen_by_token(chosen_by_layer)
+    stop = 0
+    for samples, position, num_tokens in read:
+        start, stop = stop, stop + num_tokens
+        if any(sample.job.call.return_routed_experts for sample in samples):
+            own = experts_TLK[start:stop].copy()  # Not a view, which would keep the others'.
+            for sample in samples:
+                sample.trace(position, own)
 
 
 def _likeliest(samples: Sequence[Sample], logits_BV: Tensor) -> dict[int, Topk]:
