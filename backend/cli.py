@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = _parser().parse_args(arguments)
     if options.command == "doctor":
-        return doctor.run(sys.stdout)
+        return _doctor(options)
     if options.command != "serve":
         return _transfer(options)
     logging.basicConfig(
@@ -52,6 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return _serve(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if not options.alignment:
+        return doctor.run(sys.stdout)
+    try:
+        return doctor.run_alignment(sys.stdout, options.model, _engine_options(options))
+    except PostTrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _transfer(options: argparse.Namespace) -> int:
@@ -203,7 +213,7 @@ def _model(text: str) -> ModelSpec:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="together-post-training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="show what is installed and what a script would get")
+    _add_doctor(commands)
     serve = commands.add_parser(
         "serve",
         help="train and sample for clients",
@@ -215,6 +225,24 @@ def _parser() -> argparse.ArgumentParser:
     _add_how_to_end(serve)
     transfer.add_commands(commands, _model)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="show what is installed and what a script would get",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--alignment",
+        action="store_true",
+        help="measure instead how far the generator's log-probabilities are from the trainer's, for the base model, "
+        "adapters and full weights at several temperatures; the other options say with which engines",
+    )
+    parser.add_argument(
+        "--model", type=_model, default="builtin:tiny", metavar="NAME[=PATH]", help="as for serve"
+    )
+    _add_how_to_compute(parser)
 
 
 def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:

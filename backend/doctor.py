@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
+
+import numpy as np
+
+from backend.agreement import FLOAT32_TOLERANCE, Agreement, Refused, measure
+from backend.resources.catalog import ModelSpec
+from backend.resources.engines import EngineOptions, open_engines
 
 _CLIENT = ("together-post-training", "grpcio", "protobuf", "numpy", "tinker")
 _SERVER = (
@@ -40,6 +47,55 @@ def run(out: TextIO) -> int:
             file=out,
         )
     return 1 if missing else 0
+
+
+def run_alignment(out: TextIO, spec: ModelSpec, options: EngineOptions) -> int:
+    """Prints how far the generator's log-probabilities are from the trainer's; 1 where weights are float32 and they are
+    further apart than that explains.
+
+    Raises:
+        PostTrainingError: what the engines refuse.
+    """
+    print(f"{spec.name}: log-probabilities of the generator against the trainer's", file=out)
+    print(
+        f"{'weights':<22}{'tokens':<10}{'number':>8}{'max |diff|':>12}{'mean |diff|':>13}{'KL':>11}",
+        file=out,
+    )
+    rows = asyncio.run(_agreements(spec, options))
+    for row in rows:
+        print(_agreement_line(row), file=out)
+    largest = float(np.max([row.max_diff for row in rows if isinstance(row, Agreement)]))
+    if not _is_float32(options):
+        print(f"largest difference {largest:.2g}: weights are not kept in float32", file=out)
+        return 0
+    is_met = largest <= FLOAT32_TOLERANCE
+    verdict = "they agree" if is_met else "THEY DO NOT AGREE"
+    print(f"{verdict}: largest difference {largest:.2g}, of {FLOAT32_TOLERANCE:g}", file=out)
+    return 0 if is_met else 1
+
+
+async def _agreements(spec: ModelSpec, options: EngineOptions) -> list[Agreement | Refused]:
+    engines = open_engines(spec.name, spec.path, options)
+    try:
+        return await measure(engines.trainer, engines.generator)
+    finally:
+        await engines.generator.close()
+
+
+def _agreement_line(row: Agreement | Refused) -> str:
+    if isinstance(row, Refused):
+        return f"{row.weights:<22}refused: {row.why}"
+    figures = f"{row.max_diff:>12.1e}{row.mean_diff:>13.1e}{row.kl:>11.1e}"
+    return f"{row.weights:<22}{row.how:<10}{row.num_tokens:>8}{figures}"
+
+
+def _is_float32(options: EngineOptions) -> bool:
+    from backend.trainer import base_model
+
+    if options.dtype != "auto":
+        return options.dtype == "float32"
+    dtype = base_model.default_dtype(base_model.find_device(options.device))
+    return str(dtype) == "torch.float32"
 
 
 def _version(package: str) -> str | None:
