@@ -41,6 +41,13 @@ def test_kl_estimators_are_those_of_samples_from_the_sampling_policy():
         assert metrics["kl_k3:mean"] == pytest.approx(k3)
 
 
+def test_logprob_difference_is_that_of_the_counted_positions():
+    """|log p - log q| of log 2, log 4 and, with no advantage, log 99."""
+    metrics = metrics_of("importance_sampling", [2, 1 / 4, 99], advantages=[1.0, -1, 0])
+    assert metrics["logprob_diff:mean"] == pytest.approx(math.log(8) / 2)
+    assert metrics["logprob_diff:max"] == pytest.approx(math.log(4))
+
+
 def test_metrics_count_the_positions_with_weight_and_advantage():
     """Two samples of unequal length: means are over positions, not over samples."""
     values = [

@@ -18,7 +18,17 @@ from together_post_training.losses.positions import Positions
 # What overflows counts as the largest float32, so that metrics stay numbers.
 _LARGEST = float(np.finfo(np.float32).max)
 # Sum over counted positions: name of the mean.
-_MEANS = ("ratio", "kl_k1", "kl_k3", "clip_fraction", "clip_high_fraction", "clip_low_fraction")
+_MEANS = (
+    "ratio",
+    "kl_k1",
+    "kl_k3",
+    "logprob_diff",
+    "clip_fraction",
+    "clip_high_fraction",
+    "clip_low_fraction",
+)
+# Largest over counted positions: name of the maximum.
+_MAXIMA = ("ratio", "logprob_diff")
 
 
 def ratio_metrics(at: Positions, ratio: Array) -> dict[str, float]:
@@ -31,12 +41,15 @@ def ratio_metrics(at: Positions, ratio: Array) -> dict[str, float]:
         return {}
     counts = at.counts.astype(np.float64)
     used = np.minimum(ratio, _LARGEST) * counts
+    diff = np.abs(at.log_ratio)
     k1 = -float(at.log_ratio.sum())
     return {
         "count": float(count),
         "ratio": float(used.sum()),
         "ratio_squared": float(used.dot(used)),
         "ratio_max": float(used.max()),
+        "logprob_diff": float(diff.sum()),
+        "logprob_diff_max": float(diff.max()),
         "kl_k1": k1,
         "kl_k3": float(np.minimum(at.ratio, _LARGEST).dot(counts)) - count + k1,
     }
@@ -68,6 +81,8 @@ def summarize(values: Sequence[LossValue], num_tokens: int) -> dict[str, float]:
 
     For policy losses, over the positions whose weight and advantage are not 0, if there are any:
     "ratio:mean" and "ratio:max" of p / q (of the sequence's where the loss uses that);
+    "logprob_diff:mean" and "logprob_diff:max" of |log p - log q|: on samples that were drawn from these very weights, how
+    far the trainer and the sampler are apart;
     "kl_k1:mean" and "kl_k3:mean", estimators of KL(q || p) by tokens drawn from q (Schulman, "Approximating KL
     divergence", 2020);
     "ess:mean", the effective sample size of importance weights over their number, (sum r)^2 / (n * sum r^2): 1 if
@@ -84,7 +99,10 @@ def summarize(values: Sequence[LossValue], num_tokens: int) -> dict[str, float]:
     }
     if count := sums.get("count", 0.0):
         metrics |= {f"{name}:mean": sums[name] / count for name in _MEANS if name in sums}
-        metrics["ratio:max"] = max(v.metrics.get("ratio_max", 0.0) for v in values)
+        metrics |= {
+            f"{name}:max": max(v.metrics.get(f"{name}_max", 0.0) for v in values)
+            for name in _MAXIMA
+        }
         metrics["ess:mean"] = _effective_share(sums["ratio"], sums["ratio_squared"], count)
     if included := sums.get("kl_ref_count", 0.0):
         metrics["kl_ref:mean"] = sums["kl_ref"] / included
