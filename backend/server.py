@@ -14,6 +14,7 @@ import grpc.aio
 
 from backend.checkpoints.store import CheckpointStore
 from backend.config import ServerConfig
+from backend.generator.admission import Admission, AdmissionLimits
 from backend.operations.intake import Intake
 from backend.operations.registry import OperationRegistry, mark_failed
 from backend.operations.sqlite_journal import SqliteJournal
@@ -82,6 +83,10 @@ class Server:
         self._resources = Resources(catalog, self._open_resource)
         self._snapshots = Snapshots(self._journal, self._checkpoints, self._resources)
         self._records = SequenceRecords(monotonic)
+        limits = AdmissionLimits(
+            num_calls=config.max_sampling_calls, num_bytes=config.max_sampling_bytes
+        )
+        self._admission = Admission(limits, monotonic)
         self._sessions = self._make_sessions()
         self._grpc = grpc.aio.server(interceptors=[ErrorBorder()], options=_options(config))
         self._health = Health(self._grpc)
@@ -202,7 +207,7 @@ class Server:
             self._grpc,
             catalog=CatalogService(self._resources),
             checkpoints=CheckpointService(self._checkpoints),
-            generator=GeneratorService(self._snapshots, self._records),
+            generator=GeneratorService(self._snapshots, self._records, self._admission),
             model_resources=ModelResourceService(self._resources),
             operations=OperationService(self._sessions, self._registry, self._intake),
             sessions=SessionService(self._sessions),

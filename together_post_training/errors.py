@@ -137,12 +137,13 @@ class PostTrainingError(Exception):
     """A failure with a stable reason.
 
     `message` says what was wrong (with the value), what is accepted and what to do; `metadata` holds every
-    variable part of it.
+    variable part of it. `retry_after_s`: the same request will be welcome so many seconds later.
     """
 
     reason: Reason
     message: str
     metadata: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -151,7 +152,7 @@ class PostTrainingError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.reason, self.message, dict(self.metadata))
+        return type(self), (self.reason, self.message, dict(self.metadata), self.retry_after_s)
 
     @property
     def code(self) -> grpc.StatusCode:

@@ -38,11 +38,14 @@ class Engines:
     """A trainer and a generator over one base model.
 
     tokenizer_dir: where the tokenizer's files lie; None: the model has none.
+    max_sampling: calls that the generator is given at a time. Enough to keep it busy: the others wait outside, where
+        they are cheap and nobody's many keep another's few waiting.
     """
 
     trainer: Trainer
     generator: Generator
     tokenizer_dir: Path | None
+    max_sampling: int = 1024
 
 
 OpenEngines = Callable[[str, str], Engines]
@@ -76,6 +79,8 @@ def _open_bigram(path: str) -> Engines:
         trainer=bigram_trainer.BigramTrainer(model),
         generator=BigramGenerator(model),
         tokenizer_dir=None,
+        # It computes on the event loop, a little of each call in turn.
+        max_sampling=16,
     )
 
 

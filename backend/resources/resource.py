@@ -9,6 +9,7 @@ from pathlib import Path
 
 from backend.checkpoints.store import CheckpointStore
 from backend.generator.base import Generator
+from backend.generator.turns import Turns
 from backend.operations.actions import Publisher, TrainerActions
 from backend.operations.ended import timestamp
 from backend.operations.executor import Executor
@@ -28,6 +29,7 @@ class Resource:
     name: str
     trainer: Trainer
     generator: Generator
+    turns: Turns
     thread: TrainerThread
     executor: Executor
     residency: Residency
@@ -100,6 +102,7 @@ class ResourceFactory:
             name=spec.name,
             trainer=engines.trainer,
             generator=engines.generator,
+            turns=Turns(engines.max_sampling),
             thread=thread,
             executor=executor,
             residency=Residency(engines.generator, self.spill_dir, self.max_resident),

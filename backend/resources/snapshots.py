@@ -110,6 +110,10 @@ class Snapshots:
             await self._keep(record)
         return self._records[name]
 
+    async def resource(self, name: str) -> Resource:
+        """Its model's, once that is loaded."""
+        return await self._resources.get(self.get(name).base_model)
+
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[tuple[Resource, str | None]]:
         """The resource to sample on, and the snapshot's name in its generator; None: the base model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -38,16 +39,25 @@ class _Received:
 
 
 def to_status(error: PostTrainingError) -> status_pb2.Status:
-    """With one google.rpc.ErrorInfo. Overlong texts end in an ellipsis."""
+    """With a google.rpc.ErrorInfo, and a RetryInfo if it says when to try again. Overlong texts end in an ellipsis."""
     message = shorten(error.message, _MAX_MESSAGE_BYTES)
     info = error_details_pb2.ErrorInfo(
         reason=error.reason,
         domain=DOMAIN,
         metadata={k: shorten(v, _MAX_VALUE_BYTES) for k, v in error.metadata.items()},
     )
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    return status_pb2.Status(code=error.code.value[0], message=message, details=[detail])
+    details = [_packed(info)]
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMicroseconds(math.ceil(error.retry_after_s * 1e6))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(code=error.code.value[0], message=message, details=details)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
 
 
 def shorten(text: str, max_bytes: int) -> str:

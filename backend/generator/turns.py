@@ -1,0 +1,57 @@
+"""How many calls a generator works on at a time; the others wait their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from backend.generator.fair_order import FairOrder
+
+
+class Turns:
+    """Owned by the event loop. At most `max_running` at a time; see `FairOrder` for who is next."""
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._order: FairOrder[asyncio.Future[None]] = FairOrder()
+        self.num_running = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._order)
+
+    @asynccontextmanager
+    async def turn(self, flow: str, cost: float) -> AsyncIterator[None]:
+        """Waits for a turn, and has it until the end. Who is cancelled while waiting leaves at once.
+
+        Args:
+            flow: calls of one flow come one after the other; flows get equal shares.
+            cost: of the call, above 0.
+        """
+        if self.num_running < self._max_running:
+            self.num_running += 1
+        else:
+            await self._wait(flow, cost)
+        try:
+            yield
+        finally:
+            self._hand_on()
+
+    async def _wait(self, flow: str, cost: float) -> None:
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._order.push(flow, mine, cost)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # it was given a turn at this very moment
+                self._hand_on()
+            else:
+                self._order.remove(flow, mine)
+            raise
+
+    def _hand_on(self) -> None:
+        if self._order:
+            self._order.pop().set_result(None)
+        else:
+            self.num_running -= 1
