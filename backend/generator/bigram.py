@@ -1,7 +1,7 @@
 """Samples from bigram models: exact, behind the generator's Protocol.
 
-Everything happens on the event loop, one token of all samples of a call at a time, with the loop let go in
-between: a step is a few microseconds, calls interleave, and a cancelled call ends at its next token.
+Everything happens on the event loop, which is let go between any two steps: one token of a few samples of one call.
+Calls take turns at it, however many there are, and a cancelled call ends at its next step.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import asyncio
 
 import numpy as np
 
-from backend.generator.base import (
-    SampleCall,
-    SampledSequence,
-    SampleResult,
-    Topk,
-)
-from backend.generator.sampling import ABSENT_LOGPROB, Controls, TokenStream, draw, topk
+from backend.generator.base import SampleCall, SampledSequence, SampleResult
+from backend.generator.prompt_scores import NumpyRows, PromptScores
+from backend.generator.sampling import Controls, TokenStream, draw, topk
 from backend.generator.stopping import StopMatcher
 from backend.trainer.base import Array, FullWeights, ModelInfo, Weights
 from backend.trainer.bigram import HEAD, BigramModel
 from backend.trainer.checks import check_full_weights
 from together_post_training.errors import Reason, fail
+
+# Of one call, in one step.
+_STEP_SAMPLES = 32
+
+_SCORED_AT_ONCE = 1024
 
 
 class BigramGenerator:
@@ -32,6 +33,8 @@ class BigramGenerator:
         self._base = model.logprobs(None)
         self._snapshots: dict[str, Array] = {}
         self._is_closed = False
+        # One step at a time: the loop looks at everything else before the next one.
+        self._step = asyncio.Lock()
 
     @property
     def model(self) -> ModelInfo:
@@ -54,11 +57,9 @@ class BigramGenerator:
         if self._is_closed:
             raise fail(Reason.UNAVAILABLE, "The generator was closed.")
         table = self._table(call.snapshot)
-        scored = _score_prompt(table, call)
-        if call.max_tokens == 0:
-            return SampleResult(sequences=(), prompt_logprobs=scored[0], topk_prompt=scored[1])
-        sequences = await self._continue(table, call)
-        return SampleResult(sequences=sequences, prompt_logprobs=scored[0], topk_prompt=scored[1])
+        scores = await _score_prompt(table, call)
+        sequences = await self._continue(table, call) if call.max_tokens else []
+        return scores.result(sequences)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -78,14 +79,17 @@ class BigramGenerator:
         tokens: list[list[int]] = [[] for _ in streams]
         running, stopped = list(range(call.num_samples)), set()
         for position in range(call.max_tokens):
-            await asyncio.sleep(0)
-            last = [tokens[i][-1] if position else int(call.prompt[-1]) for i in running]
-            uniforms = np.array([streams[i].uniform(position) for i in running])
-            drawn, _ = draw(table[last], Controls.of([call] * len(running)), uniforms)
-            for i, token in zip(running, drawn.tolist(), strict=True):
-                tokens[i].append(token)
-                if matchers[i].push(token):
-                    stopped.add(i)
+            for start in range(0, len(running), _STEP_SAMPLES):
+                some = running[start : start + _STEP_SAMPLES]
+                async with self._step:
+                    await asyncio.sleep(0)
+                    last = [tokens[i][-1] if position else int(call.prompt[-1]) for i in some]
+                    uniforms = np.array([streams[i].uniform(position) for i in some])
+                    drawn, _ = draw(table[last], Controls.of([call] * len(some)), uniforms)
+                for i, token in zip(some, drawn.tolist(), strict=True):
+                    tokens[i].append(token)
+                    if matchers[i].push(token):
+                        stopped.add(i)
             running = [i for i in running if i not in stopped]
             if not running:
                 break
@@ -106,18 +110,10 @@ def _sequence(
     )
 
 
-def _score_prompt(table: Array, call: SampleCall) -> tuple[Array | None, Topk | None]:
-    """(log p of each prompt token given the ones before it, likeliest tokens there); position 0 has neither."""
-    contexts, tokens = call.prompt[:-1], call.prompt[1:]
-    logprobs = None
-    if call.prompt_logprobs:
-        logprobs = np.concatenate([[np.nan], table[contexts, tokens]]).astype(np.float32)
-    k = call.topk_prompt_logprobs
-    if not k:
-        return logprobs, None
-    best = topk(table[contexts], k)
-    first_ids, first_logprobs = np.zeros((1, k)), np.full((1, k), ABSENT_LOGPROB)
-    return logprobs, Topk(
-        token_ids=np.concatenate([first_ids, best.token_ids]).astype(np.int32),
-        logprobs=np.concatenate([first_logprobs, best.logprobs]).astype(np.float32),
-    )
+async def _score_prompt(table: Array, call: SampleCall) -> PromptScores:
+    scores = PromptScores(call)
+    while not scores.is_complete:
+        stop = min(scores.next + _SCORED_AT_ONCE, scores.num_tokens)
+        scores.add(NumpyRows(table[call.prompt[scores.next - 1 : stop - 1]]), stop)
+        await asyncio.sleep(0)
+    return scores
