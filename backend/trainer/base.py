@@ -18,10 +18,20 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """`num_layers` layers have `num_experts` experts each, and a token goes through `per_token` of them."""
+
+    num_layers: int
+    num_experts: int
+    per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The base model. `eos_tokens` end a sample that asks for no other stop.
 
     location: the directory that transformers loads it from; empty where it is no transformers model.
+    experts: None for a dense model; "unknown" for an architecture whose routers the engines cannot follow.
     """
 
     name: str
@@ -30,6 +40,7 @@ class ModelInfo:
     limits: Limits
     eos_tokens: tuple[int, ...] = ()
     max_lora_rank: int = 256
+    experts: Experts | Literal["unknown"] | None = None
 
 
 # Words that stand for modules in LoraConfig.target_modules.
@@ -187,6 +198,10 @@ class Pass:
 
     The samples were checked (`samples.check`). With `gradients`, d objective / d logprob for each sample, the
     objective is the caller's and `loss` is not evaluated.
+
+    routed_experts: for each sample, which experts its tokens go through, as a generator recorded it: int16 (its tokens,
+        or all but the last; layers with experts; experts of a token), as the model's `experts` says. The router chooses
+        for tokens and samples that have none; it always weighs.
     """
 
     session: str
@@ -195,6 +210,7 @@ class Pass:
     params: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = False
     gradients: Sequence[Array] | None = None
+    routed_experts: Sequence[Array | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

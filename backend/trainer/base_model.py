@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from backend.trainer import builtin_models, storage
 from backend.trainer.base import ModelInfo
+from backend.trainer.routers import experts_of
 from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.samples import Limits
 
@@ -279,6 +280,7 @@ def _describe(name: str, directory: Path, module: PreTrainedModel) -> ModelInfo:
             max_seq_length=module.config.max_position_embeddings,
         ),
         eos_tokens=_eos_tokens(module),
+        experts=experts_of(module),
     )
 
 

@@ -125,6 +125,7 @@ class BigramTrainer:
         del self._sessions[session]
 
     def run(self, work: Pass) -> PassResult:
+        assert work.routed_experts is None, "a bigram model has no experts"
         state = self._session(work.session)
         objective = Objective(work)
         drawn = self._drawn(state, work)

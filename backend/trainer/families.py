@@ -6,10 +6,14 @@ An architecture is what the config says (`model_type`), whatever the model is ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from together_post_training.errors import Reason, fail
+
+# What a router makes of its logits, to choose and weigh experts by.
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +22,13 @@ class Family:
 
     attn, mlp: linear layers of the attention and of MLPs outside the experts.
     experts: matrices of all experts of an MLP, each a parameter of shape (E, out, in).
+    router: how experts are scored, where there are any.
     """
 
     attn: tuple[str, ...]
     mlp: tuple[str, ...]
     experts: tuple[str, ...] = ()
+    router: Scores = "softmax"
     unembed: tuple[str, ...] = ("lm_head",)
 
     @property
@@ -48,9 +54,10 @@ _DENSE_TYPES = (
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     dict.fromkeys(_DENSE_TYPES, _DENSE)
-    | dict.fromkeys(("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
+    | dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS)
     | dict.fromkeys(("glm", "glm4"), _FUSED_MLP)
     | {
+        "glm4_moe": replace(_EXPERTS, router="sigmoid"),
         "gpt2": Family(attn=("attn.c_attn", "attn.c_proj"), mlp=("mlp.c_fc", "mlp.c_proj")),
         "phi": Family(attn=("q_proj", "k_proj", "v_proj", "dense"), mlp=("fc1", "fc2")),
         "phi3": Family(attn=("qkv_proj", "o_proj"), mlp=("gate_up_proj", "down_proj")),

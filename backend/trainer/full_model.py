@@ -7,7 +7,7 @@ find straight into one flat buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from backend.trainer.head import CHUNK_VALUES, Head, HeadGradients
 from backend.trainer.lora import Segment
 from backend.trainer.model_layout import ModelLayout, bind
 from backend.trainer.packed_model import Forward, PackedRow, final_hidden, probe_row
+from backend.trainer.routers import Replay
 from backend.trainer.row_cost import Cost, measure
 
 
@@ -41,6 +42,7 @@ class FullModel:
             parameter.requires_grad_(True)
         head = self._view.get_output_embeddings()
         assert head is not None, "a causal language model has an output head"
+        self._replay = Replay(self._view)
         self._checkpointing = Checkpointing(self._view)
         self._linear = head
         self._head = Head(head, chunk_values)
@@ -63,8 +65,12 @@ class FullModel:
         recompute: bool = False,
     ) -> Forward:
         """See `packed_model.PackedModel.forward`; its one segment has no adapter."""
-        again = nullcontext if recompute else None
-        with self._checkpointing.over(again), torch.set_grad_enabled(for_backward):
+        again = partial(self._replay.over, row.experts) if recompute else None
+        with (
+            self._replay.over(row.experts),
+            self._checkpointing.over(again),
+            torch.set_grad_enabled(for_backward),
+        ):
             hidden_TH = final_hidden(self._view, row)
         return Forward(row, segments, hidden_TH, self._head)
 

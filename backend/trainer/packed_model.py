@@ -5,7 +5,8 @@ Which session's adapter applies to which tokens is said for each forward by its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from backend.trainer import experts, targets
+from backend.trainer import experts, routers, targets
 from backend.trainer.attention import PACKED
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
@@ -27,6 +28,8 @@ from backend.trainer.row_cost import Cost, measure
 from backend.trainer.targets import Layer
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Sample
+
+Array = np.ndarray
 
 HEAD_PATH = "lm_head"
 
@@ -42,20 +45,30 @@ class PackedRow:
     """Samples one after the other: T tokens, E scored targets.
 
     input_ids, position_ids: int64 (1, T); positions restart with each sample.
+    experts: what `routers.Replay.over` takes.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     runs: tuple[Run, ...]
     targets: TargetTokens
+    experts: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[1]
 
 
-def pack(samples: Sequence[Sample], device: torch.device | None = None) -> PackedRow:
-    """Neighbours of equal length should lie together already: attention computes them as one batch."""
+def pack(
+    samples: Sequence[Sample],
+    device: torch.device | None = None,
+    routed_experts: Sequence[Array | None] = (),
+) -> PackedRow:
+    """Neighbours of equal length should lie together already: attention computes them as one batch.
+
+    Args:
+        routed_experts: of each sample, as in `base.Pass`; empty: of none.
+    """
     lengths = [sample.num_tokens for sample in samples]
     tokens = np.concatenate([sample.tokens for sample in samples], dtype=np.int64)
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -64,6 +77,7 @@ def pack(samples: Sequence[Sample], device: torch.device | None = None) -> Packe
         position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
         runs=runs_of(lengths),
         targets=targets_of([sample.inputs["target_tokens"] for sample in samples], device),
+        experts=routers.pack(routed_experts, lengths, device),
     )
 
 
@@ -132,6 +146,7 @@ class PackedModel:
         experts.install(self._view, targets.expert_modules(self._view), self._routing)
         for path in linear.keys() - {HEAD_PATH}:
             self._view.set_submodule(path, LoraLinear(linear[path], path, self._routing))
+        self._replay = routers.Replay(self._view)
         self._checkpointing = Checkpointing(self._view)
         self._check_equals(base)
         self.cost = self._measure(base)
@@ -155,14 +170,19 @@ class PackedModel:
             for_backward: keeps what `Forward.backward` needs.
             recompute: keeps less, and computes the rest again in backward.
         """
-        again = partial(self._routing.over, segments) if recompute else None
+        again = partial(self._over, row, segments) if recompute else None
         with (
-            self._routing.over(segments),
+            self._over(row, segments),
             self._checkpointing.over(again),
             torch.set_grad_enabled(for_backward),
         ):
             hidden_TH = final_hidden(self._view, row)
         return Forward(row, segments, hidden_TH, self._head)
+
+    @contextmanager
+    def _over(self, row: PackedRow, segments: Sequence[Segment]) -> Iterator[None]:
+        with self._routing.over(segments), self._replay.over(row.experts):
+            yield
 
     def _check_equals(self, base: BaseModel) -> None:
         """Compares with the model's own forward, one short sequence at a time."""

@@ -45,6 +45,10 @@ class RunningPass:
     def samples(self, chosen: Sequence[int]) -> list[Sample]:
         return [self.work.samples[i] for i in chosen]
 
+    def routed_experts(self, chosen: Sequence[int]) -> list[Array | None]:
+        routed = self.work.routed_experts
+        return [None if routed is None else routed[i] for i in chosen]
+
     def segment(self, start: int, chosen: Sequence[int]) -> Segment:
         rows = [SampleRows(number=i, num_tokens=self.work.samples[i].num_tokens) for i in chosen]
         return self._slot.segment(start, rows, for_backward=self.work.backward)
@@ -119,7 +123,11 @@ def _run_row(
     model: RowModel, parts: Sequence[tuple[RunningPass, Sequence[int]]], memory: Memory
 ) -> None:
     backward = parts[0][0].work.backward
-    row = pack([sample for p, chosen in parts for sample in p.samples(chosen)], memory.device)
+    row = pack(
+        [sample for p, chosen in parts for sample in p.samples(chosen)],
+        memory.device,
+        [routed for p, chosen in parts for routed in p.routed_experts(chosen)],
+    )
     recompute = memory.must_recompute(model.cost, row.num_tokens, for_backward=backward)
     segments: list[Segment] = []
     for p, chosen in parts:
