@@ -48,7 +48,8 @@ def _weigh(router: Any, logits_E: Tensor, chosen_K: Tensor) -> Tensor:
     name = type(router).__name__
     if name.startswith("Glm4Moe"):
         odds = 1 / (1 + torch.exp(-logits_E[chosen_K]))
-        return router.routed_scaling_factor * odds / odds.sum()
+        total = odds.sum() if router.norm_topk_prob else 1
+        return router.routed_scaling_factor * odds / total
     exponentials = torch.exp(logits_E)
     normalises = name.startswith("Mixtral") or router.norm_topk_prob
     among = exponentials[chosen_K] if normalises else exponentials
