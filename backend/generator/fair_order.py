@@ -56,10 +56,11 @@ class FairOrder(Generic[Item]):
         self._count_out()
         return item
 
-    def remove(self, flow: str, item: Item) -> None:
-        """Takes out an item that waits."""
-        del self._flows[flow].costs[item]
-        self._count_out()
+    def discard(self, flow: str, item: Item) -> None:
+        """Takes an item out, if it waits."""
+        known = self._flows.get(flow)
+        if known is not None and known.costs.pop(item, None) is not None:
+            self._count_out()
 
     def _count_out(self) -> None:
         self._num_items -= 1

@@ -46,12 +46,13 @@ class Turns:
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():  # it was given a turn at this very moment
                 self._hand_on()
-            else:
-                self._order.remove(flow, mine)
+            self._order.discard(flow, mine)
             raise
 
     def _hand_on(self) -> None:
-        if self._order:
-            self._order.pop().set_result(None)
-        else:
-            self.num_running -= 1
+        while self._order:
+            next_ = self._order.pop()
+            if not next_.cancelled():  # it is about to leave
+                next_.set_result(None)
+                return
+        self.num_running -= 1

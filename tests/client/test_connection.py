@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.client.fake_service import FakeService
+from together_post_training.client import channel
 from together_post_training.client.address import Address, parse_address
 from together_post_training.client.channel import Connection, FixedServer
 from together_post_training.client.loop import background_loop
@@ -71,7 +72,52 @@ def test_call_is_tried_again_when_the_server_is_full_after_the_delay_it_asks_for
     assert len(fake.received("ListModels")) == 2
 
 
-def test_call_gives_up_on_a_server_that_stays_full_with_its_own_words(fake):
+def test_call_waits_for_as_long_as_the_server_says_when_to_come_again(fake):
+    """Longer than it would wait for one that is away, and in even steps."""
+    full = fail(Reason.RESOURCE_EXHAUSTED, "full")
+    fake.inject("ListModels", error=full, retry_s=0.2, times=8)
+    start_s = time.monotonic()
+    assert call(connect(fake)).models[0].name == "fake"
+    assert FAST.outage_timeout_s < 8 * 0.2 <= time.monotonic() - start_s
+    assert len(fake.received("ListModels")) == 9
+
+
+def test_calls_that_wait_for_room_say_so_once(fake, caplog):
+    full = fail(Reason.RESOURCE_EXHAUSTED, "full: 7 of 7")
+    fake.inject("ListModels", error=full, retry_s=0.1, times=15)
+    connection = connect(fake)
+    with caplog.at_level(logging.WARNING):
+        for pending in [start(connection, "catalog.ListModels", LIST) for _ in range(5)]:
+            assert pending.result(20).models
+    (record,) = caplog.records
+    assert "full: 7 of 7" in record.message
+
+
+def test_outage_after_a_wait_for_room_is_timed_from_its_own_start(fake):
+    full = fail(Reason.RESOURCE_EXHAUSTED, "full")
+    fake.inject("ListModels", error=full, retry_s=0.3, times=4)
+    fake.inject("ListModels", code=grpc.StatusCode.UNAVAILABLE, times=3)
+    assert call(connect(fake)).models
+    assert len(fake.received("ListModels")) == 8
+
+
+def test_outage_of_a_call_that_ran_for_long_is_timed_from_its_own_start(fake, monkeypatch):
+    """A call may wait for its turn for hours. That the connection then breaks once is no outage of hours."""
+    monkeypatch.setattr(channel, "_ALIVE_S", 0.5)
+    slow = {"code": grpc.StatusCode.UNAVAILABLE, "stall_s": 0.6, "times": 3}
+    fake.inject("ListModels", **slow)
+    assert call(connect(fake)).models
+    assert len(fake.received("ListModels")) == 4
+
+
+def test_call_that_cannot_be_sent_for_lack_of_memory_is_not_tried_again(fake):
+    fake.inject("ListModels", error=fail(Reason.OUT_OF_MEMORY, "too large"), retry_s=0.1)
+    with pytest.raises(PostTrainingError, match="too large"):
+        call(connect(fake))
+    assert len(fake.received("ListModels")) == 1
+
+
+def test_call_gives_up_on_a_server_that_stays_full_and_does_not_say_until_when(fake):
     fake.inject("ListModels", error=fail(Reason.RESOURCE_EXHAUSTED, "full: 7 of 7"), times=1000)
     with pytest.raises(PostTrainingError, match="7 of 7") as refused:
         call(connect(fake))

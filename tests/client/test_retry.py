@@ -18,10 +18,17 @@ def test_delay_stays_within_jitter_of_the_backoff(attempt, random):
     assert 0.75 * backoff <= policy.delay_s(attempt, random) <= 1.25 * backoff
 
 
-def test_delay_is_at_least_what_the_server_asked_for():
-    policy = RetryPolicy()
-    assert policy.delay_s(0, 0.5, told_s=2.0) == 2.0
-    assert policy.delay_s(30, 0.5, told_s=2.0) == 5.0
+@given(
+    attempt=st.integers(0, 2000),
+    random=st.floats(0, 1, exclude_max=True),
+    told_s=st.floats(0, 1000),
+)
+def test_delay_is_what_the_server_asked_for_and_a_little_more_however_often(
+    attempt, random, told_s
+):
+    policy = RetryPolicy(first_delay_s=0.05, max_delay_s=5.0, jitter=0.25)
+    delay_s = policy.delay_s(attempt, random, told_s=told_s)
+    assert max(told_s, 0.05) <= delay_s <= 1.25 * max(told_s, 0.05)
 
 
 def test_policy_gives_a_server_half_a_minute_to_answer_first_and_five_to_come_back():

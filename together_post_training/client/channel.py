@@ -45,6 +45,12 @@ _OPTIONS = [
 
 # An outage that lasts longer is told of: a script that waits in silence looks as if it hung.
 _SILENCE_S = 1.0
+# A full server is spoken of again after this long.
+_FULL_AGAIN_S = 60.0
+# An attempt that fails after this long was being worked on until then: without a peer, keepalive had ended it sooner.
+_ALIVE_S = 60.0
+# Not the module's own generator, whose seed and state are the caller's.
+_random = random.Random()
 
 
 class Server(Protocol):
@@ -109,6 +115,7 @@ class Connection:
         self._stubs: Stubs | None = None
         self._is_closed = False
         self._told_of_outage = False
+        self._told_of_full_s = -_FULL_AGAIN_S
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Calls e.g. "trainer.Forward" until it is answered.
@@ -117,12 +124,13 @@ class Connection:
             timeout_s: for one attempt; then it counts as unanswered and is tried again.
 
         Raises:
-            PostTrainingError: what the server said.
+            PostTrainingError: what the server said, unless it is full: then the call waits for as long as that takes.
             ConnectionLostError: the server could not be reached for as long as the policy allows.
         """
         rpc = operator.attrgetter(method)(self._stubs or await self._connect())
-        outage = Outage(self.policy)
+        outage: Outage | None = None
         while True:
+            start_s = time.monotonic()
             try:
                 response = await rpc(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
@@ -134,6 +142,12 @@ class Connection:
                 return response
             if not failure.is_transient:
                 raise failure.error
+            if failure.is_full:
+                await self._wait_for_room(failure)
+                outage = None
+                continue
+            if outage is None or time.monotonic() - start_s > _ALIVE_S:
+                outage = Outage(self.policy)
             await self._wait_out(failure, outage)
 
     @property
@@ -187,6 +201,14 @@ class Connection:
             self._tell_of_outage(address, failure, outage, limit_s)
             await asyncio.sleep(delay_s)
 
+    async def _wait_for_room(self, failure: Failure) -> None:
+        """Sleeps for as long as the server asks for. Told of once for all calls that wait."""
+        now = time.monotonic()
+        if now - self._told_of_full_s >= _FULL_AGAIN_S:
+            self._told_of_full_s = now
+            logger.warning("%s (Calls wait until there is room.)", failure.error.message)
+        await asyncio.sleep(self.policy.delay_s(0, _random.random(), told_s=failure.told_s))
+
     async def _wait_out(self, failure: Failure, outage: Outage) -> None:
         """Sleeps before the next attempt, or raises when there is none."""
         if failure.is_connection:
@@ -227,10 +249,7 @@ class Connection:
 
 
 class Outage:
-    """How long, and how often, one call has failed."""
-
-    # Not the module's own generator, whose seed and state are the caller's.
-    _random = random.Random()
+    """How long, and how often, one call has failed in a row."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -242,7 +261,7 @@ class Outage:
         return time.monotonic() - self._start_s
 
     def next_delay_s(self, failure: Failure) -> float:
-        delay_s = self._policy.delay_s(self._attempt, self._random.random(), told_s=failure.told_s)
+        delay_s = self._policy.delay_s(self._attempt, _random.random(), told_s=failure.told_s)
         self._attempt += 1
         return delay_s
 

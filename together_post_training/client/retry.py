@@ -25,11 +25,12 @@ class RetryPolicy:
 
         Args:
             random: uniform in [0, 1).
-            told_s: what the server asked for; a lower bound.
+            told_s: what the server asked for. It knows better: the delay is that and up to `jitter` of it more.
         """
+        if told_s is not None:
+            return max(told_s, self.first_delay_s) * (1 + self.jitter * random)
         backoff = min(self.max_delay_s, self.first_delay_s * 2 ** min(attempt, 30))
-        jittered = backoff * (1 + self.jitter * (2 * random - 1))
-        return max(jittered, told_s or 0.0)
+        return backoff * (1 + self.jitter * (2 * random - 1))
 
 
 def policy_from(environ: Mapping[str, str]) -> RetryPolicy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -30,13 +30,18 @@ class Failure:
     """A failed attempt.
 
     `is_transient`: worth another attempt, after `told_s` seconds if the server said so. `is_connection`: the
-    server did not answer at all.
+    server did not answer at all. `is_full`: it has no room for the call now, and said when to come again.
     """
 
     error: PostTrainingError
     is_transient: bool
     is_connection: bool = False
     told_s: float | None = None
+
+    @property
+    def is_full(self) -> bool:
+        is_exhausted = self.error.reason is Reason.RESOURCE_EXHAUSTED
+        return self.is_transient and is_exhausted and self.told_s is not None
 
 
 def read_failure(error: grpc.aio.AioRpcError) -> Failure:
@@ -46,7 +51,7 @@ def read_failure(error: grpc.aio.AioRpcError) -> Failure:
         # The same request would need the same memory.
         again = error.code() in _TRANSIENT and ours.reason is not Reason.OUT_OF_MEMORY
         return Failure(error=ours, is_transient=again, told_s=told_s)
-    return _read_transport(error)
+    return replace(_read_transport(error), told_s=told_s)
 
 
 def operation_error(error: errors_pb2.Error, operation: str) -> PostTrainingError:
