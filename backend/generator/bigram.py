@@ -21,8 +21,7 @@ from together_post_training.errors import Reason, fail
 
 # Of one call, in one step.
 _STEP_SAMPLES = 32
-
-_SCORED_AT_ONCE = 1024
+_STEP_SCORES = 64
 
 
 class BigramGenerator:
@@ -57,7 +56,7 @@ class BigramGenerator:
         if self._is_closed:
             raise fail(Reason.UNAVAILABLE, "The generator was closed.")
         table = self._table(call.snapshot)
-        scores = await _score_prompt(table, call)
+        scores = await self._score_prompt(table, call)
         sequences = await self._continue(table, call) if call.max_tokens else []
         return scores.result(sequences)
 
@@ -72,6 +71,15 @@ class BigramGenerator:
                 Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot
             )
         return table
+
+    async def _score_prompt(self, table: Array, call: SampleCall) -> PromptScores:
+        scores = PromptScores(call)
+        while not scores.is_complete:
+            stop = min(scores.next + _STEP_SCORES, scores.num_tokens)
+            async with self._step:
+                await asyncio.sleep(0)
+                scores.add(NumpyRows(table[call.prompt[scores.next - 1 : stop - 1]]), stop)
+        return scores
 
     async def _continue(self, table: Array, call: SampleCall) -> list[SampledSequence]:
         streams = [TokenStream(call.seed + i) for i in range(call.num_samples)]
@@ -108,12 +116,3 @@ def _sequence(
         if call.topk_sample_logprobs
         else None,
     )
-
-
-async def _score_prompt(table: Array, call: SampleCall) -> PromptScores:
-    scores = PromptScores(call)
-    while not scores.is_complete:
-        stop = min(scores.next + _SCORED_AT_ONCE, scores.num_tokens)
-        scores.add(NumpyRows(table[call.prompt[scores.next - 1 : stop - 1]]), stop)
-        await asyncio.sleep(0)
-    return scores

@@ -1,47 +1,57 @@
-"""Log-probabilities of prompts, from hidden states, a few rows of logits at a time."""
+"""Scores of prompts from hidden states, a few rows of logits at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from backend.generator import torch_sampling
 from backend.generator.base import Topk
-from backend.generator.sampling import ABSENT_LOGPROB
+from backend.generator.prompt_scores import PromptScores
 
 Array = np.ndarray
 
 
-def score_prompt(
+def score_part(
+    scores: PromptScores,
     hidden_TH: Tensor,
-    tokens_T: Tensor,
     head: Callable[[Tensor], Tensor],
     *,
+    first_token: int,
     chunk_rows: int,
-    k: int,
-) -> tuple[Array, Topk | None]:
-    """Scores each token of a prompt given those before it.
+) -> None:
+    """Scores what a part of a prompt predicts and is not scored yet.
 
     Args:
-        hidden_TH: the hidden states of the same tokens.
+        hidden_TH: the hidden states of the tokens from number `first_token` on, which must not leave a gap to the parts
+            before; those after the prompt are not looked at.
         head: makes logits (rows, V) from hidden states (rows, H).
         chunk_rows: rows of logits at a time.
-        k: how many of the likeliest tokens to list; 0 lists none.
-
-    Returns:
-        logprobs float32 (T,), NaN at 0, and the likeliest tokens of each position, none at 0.
     """
-    logprobs = np.full(len(tokens_T), np.nan, np.float32)
-    token_ids = np.zeros((len(tokens_T), k), np.int32)
-    best = np.full((len(tokens_T), k), ABSENT_LOGPROB, np.float32)
-    for start in range(1, len(tokens_T), chunk_rows):
-        here = slice(start, min(start + chunk_rows, len(tokens_T)))
-        logits = head(hidden_TH[start - 1 : here.stop - 1])
-        chosen = logits.gather(1, tokens_T[here, None])[:, 0]
-        logprobs[here] = (chosen - logits.logsumexp(dim=1)).cpu().numpy()
-        if k:
-            some = torch_sampling.topk(logits, k)
-            token_ids[here], best[here] = some.token_ids, some.logprobs
-    return logprobs, Topk(token_ids=token_ids, logprobs=best) if k else None
+    stop = min(first_token + len(hidden_TH) + 1, scores.num_tokens)
+    assert scores.next > first_token or scores.is_complete, "a part of the prompt was left out"
+    while scores.next < stop:
+        end = min(scores.next + chunk_rows, stop)
+        rows = hidden_TH[scores.next - 1 - first_token : end - 1 - first_token]
+        scores.add(TorchRows(head(rows)), end)
+
+
+class TorchRows:
+    """`Rows` of logits in torch, (B, V)."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self._norms = logits.logsumexp(dim=1, keepdim=True)
+
+    def logprobs(self, tokens: Array) -> Array:
+        chosen = self._logits.gather(1, torch.from_numpy(tokens).to(self._logits.device))
+        return (chosen - self._norms).cpu().numpy()
+
+    def topk(self, k: int) -> Topk:
+        return torch_sampling.topk(self._logits, k)
+
+    def draw(self, temperature: float, uniforms: Array) -> Array:
+        return torch_sampling.draw_many(self._logits, temperature, uniforms)

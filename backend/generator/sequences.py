@@ -16,6 +16,7 @@ from backend.generator.base import SampleCall, SampledSequence, SampleResult, To
 from backend.generator.expert_trace import ExpertTrace
 from backend.generator.kv_cache import Row
 from backend.generator.lora import SnapshotWeights
+from backend.generator.prompt_scores import PromptScores
 from backend.generator.sampling import TokenStream
 from backend.generator.stopping import Decode, StopMatcher
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -39,8 +40,7 @@ class Job:
         self.weights = weights
         self.future: Future[SampleResult] = Future()
         self.prompt = torch.tensor(call.prompt, dtype=torch.int64, device="cpu")
-        self.needs_scores = call.prompt_logprobs or call.topk_prompt_logprobs > 0
-        self.scores: tuple[np.ndarray, Topk | None] = (np.empty(0), None)
+        self.scores = PromptScores(call)
         self.trace = ExpertTrace()
         num_samples = call.num_samples if call.max_tokens else 0
         self.samples = [Sample(self, i, decode) for i in range(num_samples)]
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        return not (self.num_unfinished or self.needs_scores)
+        return not self.num_unfinished and self.scores.is_complete
 
     def next_tokens(self) -> Tensor:
         """What to read for the first of the waiting samples; the prompt, if it is only scored."""
@@ -57,15 +57,10 @@ class Job:
 
     def finish(self) -> None:
         assert self.is_done
-        prompt_logprobs, topk_prompt = self.scores
-        if not np.isfinite(prompt_logprobs[1:]).all():
+        if not self.scores.are_finite:
             self.fail(non_finite_logits())
             return
-        result = SampleResult(
-            sequences=[sample.result() for sample in self.samples],
-            prompt_logprobs=prompt_logprobs if self.call.prompt_logprobs else None,
-            topk_prompt=topk_prompt,
-        )
+        result = self.scores.result([sample.result() for sample in self.samples])
         with suppress(InvalidStateError):  # cancelled at this very moment
             self.future.set_result(result)
 

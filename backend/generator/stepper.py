@@ -16,7 +16,7 @@ from backend.generator.expert_trace import chosen_by_token
 from backend.generator.lora import SnapshotWeights, Span
 from backend.generator.model_runner import ModelRunner
 from backend.generator.sampling import Controls
-from backend.generator.scoring import score_prompt
+from backend.generator.scoring import score_part
 from backend.generator.sequences import Job, Prefill, Sample
 
 # 32 MB of float32 logits at a time, when prompts are scored.
@@ -84,17 +84,14 @@ class Stepper:
         return self._draw(running, hidden_BH)
 
     def _score(self, prefill: Prefill, hidden_TH: Tensor) -> None:
-        job = prefill.job
-        if not job.needs_scores or len(prefill.tokens) != len(job.prompt):
-            return
-        job.scores = score_prompt(
+        weights = prefill.job.weights
+        score_part(
+            prefill.job.scores,
             hidden_TH,
-            prefill.tokens.to(hidden_TH.device),
-            lambda rows: self._runner.logits(rows, _spans([job.weights], [len(rows)])),
+            lambda rows: self._runner.logits(rows, _spans([weights], [len(rows)])),
+            first_token=0,
             chunk_rows=self._chunk_rows,
-            k=job.call.topk_prompt_logprobs,
         )
-        job.needs_scores = False
 
     def _draw(self, samples: Sequence[Sample], hidden_BH: Tensor) -> list[Drawn]:
         spans = _spans([sample.job.weights for sample in samples], [1] * len(samples))

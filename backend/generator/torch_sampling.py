@@ -1,6 +1,6 @@
-"""`sampling.draw` and `sampling.topk` on torch tensors: the same tokens, faster where rows keep all their tokens.
+"""`sampling.draw`, `draw_many` and `topk` on torch tensors: the same tokens, faster.
 
-Shapes: B rows, V vocabulary, blocks of _BLOCK tokens.
+Shapes: B rows, V vocabulary, n draws of one row, blocks of _BLOCK tokens.
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ from torch import Tensor
 from backend.generator import sampling
 from backend.generator.base import Topk
 from backend.generator.sampling import Controls
+from backend.generator.truncation import truncate
 
 Array = np.ndarray
 
 _BLOCK = 256
 _LOWEST_TEMPERATURE = 1e-30
+_DRAWS_AT_ONCE = 16
+# 32 MB of float64.
+_TRUNCATED_AT_ONCE = 2**22
 
 
 def draw(logits_BV: Tensor, controls: Controls, uniforms: Array) -> tuple[Array, Array]:
-    """See `sampling.draw`, which also draws the rows that are truncated here, and all if one is not sound."""
-    peaks = logits_BV.amax(dim=1, keepdim=True)
-    if not bool(torch.isfinite(peaks).all()):
-        return sampling.draw(logits_BV.cpu().numpy(), controls, uniforms)
-    # In place: a fresh array of this size costs more to map into memory than to compute.
-    masses = _blocks((logits_BV - peaks).exp_())
+    """See `sampling.draw`."""
+    shifted, is_sound = _shifted(logits_BV)
+    masses = _blocks(shifted.exp())
     sums = masses.sum(dim=2, dtype=torch.float64)
-    tokens = _draw_tokens(logits_BV, masses, sums, controls, uniforms)
-    chosen = (logits_BV.gather(1, tokens[:, None]) - peaks)[:, 0]
-    logprobs = chosen.double() - sums.sum(dim=1).log()
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+    tokens = _draw_tokens(shifted, masses, sums, controls, uniforms)
+    chosen = shifted.gather(1, tokens[:, None])
+    logprobs = chosen.double() - sums.sum(dim=1, keepdim=True).log()
+    logprobs = logprobs.where(is_sound, torch.nan)
+    return tokens.where(is_sound[:, 0], 0).cpu().numpy(), logprobs[:, 0].cpu().numpy()
+
+
+def draw_many(logits_BV: Tensor, temperature: float, uniforms: Array) -> Array:
+    """See `sampling.draw_many`."""
+    shifted, is_sound = _shifted(logits_BV)
+    if temperature == 0:
+        best = shifted.argmax(dim=1, keepdim=True)
+        return best.expand(uniforms.shape).cpu().numpy()
+    masses = _tempered(shifted, np.full(len(shifted), temperature))
+    sums = masses.sum(dim=2, dtype=torch.float64)
+    parts = _numbers(uniforms, shifted).split(_DRAWS_AT_ONCE, dim=1)
+    drawn = torch.cat([_invert(masses, sums, part.contiguous()) for part in parts], dim=1)
+    return drawn.where(is_sound, 0).cpu().numpy()
 
 
 def topk(logits_NV: Tensor, k: int) -> Topk:
@@ -50,49 +65,60 @@ def topk(logits_NV: Tensor, k: int) -> Topk:
     return Topk(token_ids=token_ids, logprobs=best)
 
 
+def _shifted(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits less each row's maximum, and which rows are sound: bool (B, 1). Others are all 0."""
+    peaks = logits_BV.amax(dim=1, keepdim=True)
+    is_sound = torch.isfinite(peaks)
+    if not bool(is_sound.all()):
+        logits_BV, peaks = logits_BV.where(is_sound, 0), peaks.where(is_sound, 0)
+    return logits_BV - peaks, is_sound
+
+
 def _draw_tokens(
-    logits: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: Array
+    shifted: Tensor, masses: Tensor, sums: Tensor, controls: Controls, uniforms: Array
 ) -> Tensor:
     """int64 (B,). Rows are drawn together that are drawn in the same way."""
-    vocab_size = logits.shape[1]
-    keeps_all = (controls.top_p >= 1) & ((controls.top_k <= 0) | (controls.top_k >= vocab_size))
     greedy = controls.temperature == 0
-    plain = keeps_all & (controls.temperature == 1)
+    truncated = controls.truncates(shifted.shape[1]) & ~greedy
+    plain = (controls.temperature == 1) & ~truncated
+    numbers = _numbers(uniforms, shifted)[:, None]
     if plain.all():
-        return _invert(masses, sums, _numbers(uniforms, logits))
-    tempered, truncated = keeps_all & ~plain & ~greedy, ~keeps_all & ~greedy
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        return _invert(masses, sums, numbers)[:, 0]
+    tempered = ~(greedy | truncated | plain)
+    tokens = torch.empty(len(shifted), dtype=torch.int64, device=shifted.device)
     if (rows := np.flatnonzero(plain)).size:
-        tokens[rows] = _invert(masses[rows], sums[rows], _numbers(uniforms[rows], logits))
+        tokens[rows] = _invert(masses[rows], sums[rows], numbers[rows])[:, 0]
     if (rows := np.flatnonzero(greedy)).size:
-        tokens[rows] = logits[rows].argmax(dim=1)
+        tokens[rows] = shifted[rows].argmax(dim=1)
     if (rows := np.flatnonzero(tempered)).size:
-        tokens[rows] = _tempered(logits[rows], controls.temperature[rows], uniforms[rows])
-    if (rows := np.flatnonzero(truncated)).size:
-        drawn, _ = sampling.draw(logits[rows].cpu().numpy(), _only(controls, rows), uniforms[rows])
-        tokens[rows] = torch.from_numpy(drawn).to(logits.device)
+        some = _tempered(shifted[rows], controls.temperature[rows])
+        tokens[rows] = _invert(some, some.sum(dim=2, dtype=torch.float64), numbers[rows])[:, 0]
+    at_once = max(1, _TRUNCATED_AT_ONCE // shifted.shape[1])
+    rows = np.flatnonzero(truncated)
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
+        tokens[some] = _truncated(shifted[some], controls.rows(some), numbers[some])
     return tokens
 
 
-def _tempered(logits: Tensor, temperature: Array, uniforms: Array) -> Tensor:
+def _tempered(shifted: Tensor, temperature: Array) -> Tensor:
+    """Masses by blocks."""
     # Any lower, and only the maximum has mass, as here; float32 could not hold the quotients.
-    divisor = _numbers(np.maximum(temperature, _LOWEST_TEMPERATURE), logits).float()
-    shifted = logits - logits.amax(dim=1, keepdim=True)
-    masses = _blocks(shifted.div_(divisor[:, None]).exp_())
-    sums = masses.sum(dim=2, dtype=torch.float64)
-    return _invert(masses, sums, _numbers(uniforms, logits))
+    divisor = _numbers(np.maximum(temperature, _LOWEST_TEMPERATURE), shifted).float()
+    return _blocks(shifted.div(divisor[:, None]).exp_())
+
+
+def _truncated(shifted: Tensor, controls: Controls, numbers: Tensor) -> Tensor:
+    """In float64: in a flat distribution, where a nucleus ends would be a matter of rounding otherwise."""
+    temperature = _numbers(controls.temperature, shifted)
+    masses = shifted.double().div_(temperature[:, None]).exp_()
+    truncate(shifted, masses, controls)
+    blocks = _blocks(masses)
+    return _invert(blocks, blocks.sum(dim=2), numbers)[:, 0]
 
 
 def _numbers(array: Array, like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
-
-
-def _only(controls: Controls, rows: Array) -> Controls:
-    return Controls(
-        temperature=controls.temperature[rows],
-        top_k=controls.top_k[rows],
-        top_p=controls.top_p[rows],
-    )
 
 
 def _blocks(masses_BV: Tensor) -> Tensor:
@@ -104,14 +130,17 @@ def _blocks(masses_BV: Tensor) -> Tensor:
 
 
 def _invert(masses: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token of each row at which the cumulative mass exceeds its share `uniforms` (B,) of the whole."""
+    """The first token of each row at which the cumulative mass exceeds its share `uniforms` (B, n) of the whole."""
     reached = sums.cumsum(dim=1)
-    wanted = uniforms[:, None] * reached[:, -1:]
+    wanted = uniforms * reached[:, -1:]
     block = torch.minimum(_first_above(reached, wanted), _last_filled(reached))
     before = (reached - sums).gather(1, block)
-    within = masses.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(1)
-    offset = torch.minimum(_first_above(within, wanted - before), _last_filled(within))
-    return (block * _BLOCK + offset)[:, 0]
+    rows = torch.arange(len(masses), device=masses.device)[:, None]
+    within = masses[rows, block].double().cumsum(dim=2)
+    offset = torch.minimum(
+        _first_above(within, (wanted - before)[:, :, None]), _last_filled(within)
+    )
+    return block * _BLOCK + offset[:, :, 0]
 
 
 def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
@@ -120,4 +149,4 @@ def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
 
 def _last_filled(cumulative: Tensor) -> Tensor:
     """Where a cumulative sum reaches its whole: what comes after is empty. Guards against rounding."""
-    return torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.searchsorted(cumulative, cumulative[..., -1:].contiguous())

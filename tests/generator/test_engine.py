@@ -40,7 +40,7 @@ class CountingStepper(Stepper):
         if any(POISON in p.tokens for p in prefills):
             raise RuntimeError("poisoned")
         for prefill in prefills:
-            prefill.job.needs_scores = False
+            prefill.job.scores.next = prefill.job.scores.num_tokens
         return [_next(sample) for prefill in prefills for sample in prefill.samples]
 
     def advance(self, running: Sequence[Sample]) -> list[Drawn]:

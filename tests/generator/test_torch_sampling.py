@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from backend.generator import sampling, torch_sampling
 from backend.generator.sampling import Controls
@@ -29,11 +30,13 @@ def controls(
     temperature: npt.ArrayLike = 1.0,
     top_k: npt.ArrayLike = 0,
     top_p: npt.ArrayLike = 1.0,
+    min_p: npt.ArrayLike = 0.0,
 ) -> Controls:
     return Controls(
         temperature=np.broadcast_to(np.asarray(temperature, np.float64), num_rows).copy(),
         top_k=np.broadcast_to(np.asarray(top_k, np.int64), num_rows).copy(),
         top_p=np.broadcast_to(np.asarray(top_p, np.float64), num_rows).copy(),
+        min_p=np.broadcast_to(np.asarray(min_p, np.float64), num_rows).copy(),
     )
 
 
@@ -55,7 +58,12 @@ def assert_same_draw(logits: np.ndarray, limits: Controls, uniforms: np.ndarray)
         {"temperature": 3.0},
         {"top_k": 5},
         {"top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 300, "min_p": 0.01},
         {"temperature": 1.3, "top_k": 50, "top_p": 0.95},
+        {"temperature": 2.0, "top_k": 500, "top_p": 0.99, "min_p": 1e-3},
+        {"temperature": 4.0, "top_p": 0.9},
+        {"temperature": 1e4, "top_p": 0.5},
     ],
 )
 def test_tokens_are_the_references(vocab_size, limits):
@@ -71,6 +79,7 @@ def test_tokens_are_the_references(vocab_size, limits):
             st.sampled_from([0.0, 5e-324, 1e-38, 1e-6, 0.5, 1.0, 2.0, 1e9]),
             st.sampled_from([-1, 0, 1, 3, 300, 10_000]),
             st.sampled_from([1e-6, 0.3, 0.95, 1.0]),
+            st.sampled_from([0.0, 1e-3, 0.2, 1.0]),
         ),
         min_size=1,
         max_size=12,
@@ -78,14 +87,86 @@ def test_tokens_are_the_references(vocab_size, limits):
     seed=st.integers(0, 2**31),
 )
 def test_rows_are_drawn_each_by_its_own_controls(rows, seed):
-    temperature, top_k, top_p = (np.array(x) for x in zip(*rows, strict=True))
+    temperature, top_k, top_p, min_p = (np.array(x) for x in zip(*rows, strict=True))
     logits = random_logits(len(rows), 300, seed=seed)
     uniforms = np.random.default_rng(seed).random(len(rows))
-    limits = controls(len(rows), temperature=temperature, top_k=top_k, top_p=top_p)
+    limits = controls(len(rows), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert_same_draw(logits, limits, uniforms)
 
 
-@pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}])
+# Few distinct values, so that the edge of what is kept falls among equals; impossible tokens; and rows where a token is
+# far likelier than all others, or 1000 times the usual.
+VALUES = st.sampled_from([0.0, 0.0, 1.0, 2.5, -1.5, -40.0, 30.0, -3e38, 1000.0, -np.inf])
+
+
+@given(
+    logits=hnp.arrays(
+        np.float32, st.tuples(st.integers(1, 5), st.integers(1, 90)), elements=VALUES
+    ),
+    temperature=st.sampled_from([5e-324, 1e-6, 0.5, 1.0, 7.0, 1e9]),
+    top_k=st.integers(0, 95),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.6, 0.5, 0.25, 0.01]),
+    min_p=st.sampled_from([0.0, 1e-9, 0.01, 0.1, 0.3, 1.0]),
+    uniform=st.floats(0, 1, exclude_max=True),
+    broken=st.sampled_from([None, None, np.nan, np.inf]),
+)
+def test_ties_extremes_and_broken_rows_are_drawn_like_the_references(
+    logits, temperature, top_k, top_p, min_p, uniform, broken
+):
+    """All but greedy rows and those that keep all: bit for bit the same masses, so a number that falls on a boundary
+    falls on the same side."""
+    if broken is not None:
+        logits[0, 0] = broken
+    limits = controls(
+        len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=max(min_p, 1e-300)
+    )
+    assert_same_draw(logits, limits, np.full(len(logits), uniform))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"top_p": 1e-5},
+        {"top_p": 0.6, "temperature": 0.7},
+        {"top_p": 0.95, "temperature": 20.0},
+        {"top_k": 3000, "top_p": 0.9},
+        {"top_k": 15_000},
+        {"min_p": 0.3, "top_p": 0.8},
+    ],
+)
+def test_nuclei_of_flat_distributions_over_large_vocabularies_are_the_references(spread, limits):
+    """20,000 tokens, from all equally likely to a nucleus of a few dozen."""
+    logits = random_logits(6, 20_000, seed=3, spread=spread)
+    logits[4] = np.round(logits[4], 1)  # many equal tokens in one bucket, the edge among them
+    logits[5, ::3] = -np.inf
+    assert_same_draw(logits, controls(6, **limits), np.random.default_rng(1).random(6))
+
+
+def test_a_broken_row_does_not_touch_how_others_are_truncated():
+    logits = random_logits(4, 5000, spread=0.5)
+    logits[2, 17] = np.nan
+    limits = controls(4, top_p=[0.5, 0.9, 0.9, 1.0], top_k=[0, 0, 0, 20])
+    assert_same_draw(logits, limits, np.random.default_rng(2).random(4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.6, 1.0, 5.0])
+@pytest.mark.parametrize("num", [1, 16, 17, 100])
+def test_many_draws_of_a_row_are_the_references(temperature, num):
+    logits = random_logits(7, 1000)
+    logits[3, 5] = np.nan
+    logits[4, 1:] = -np.inf
+    uniforms = np.random.default_rng(num).random((7, num))
+    many = torch_sampling.draw_many(torch.from_numpy(logits), temperature, uniforms)
+    assert many.dtype == np.int64
+    assert many.tolist() == sampling.draw_many(logits, temperature, uniforms).tolist()
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 70}, {"min_p": 0.01}]
+)
 def test_the_ends_of_the_interval_draw_tokens_that_can_occur(limits):
     """The first and the last ids cannot occur, nor can two whole blocks in the middle."""
     logits = random_logits(20, 2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,20 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backend.generator.sampling import ABSENT_LOGPROB, Controls, TokenStream, draw, log_norms, topk
+from backend.generator.sampling import (
+    ABSENT_LOGPROB,
+    Controls,
+    TokenStream,
+    alternative_uniforms,
+    draw,
+    draw_many,
+    log_norms,
+    topk,
+)
 
 RANDOM = np.random.default_rng(0)
 
 
-def controls(num_rows: int, *, temperature=1.0, top_k=0, top_p=1.0) -> Controls:
+def controls(num_rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Controls:
     return Controls(
         temperature=np.full(num_rows, temperature, np.float64),
         top_k=np.full(num_rows, top_k, np.int64),
         top_p=np.full(num_rows, top_p, np.float64),
+        min_p=np.full(num_rows, min_p, np.float64),
     )
 
 
-def distribution(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def distribution(
+    row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
     """The probabilities to draw from, written down plainly: sort, keep, renormalise."""
     scaled = row.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max())
@@ -33,6 +46,7 @@ def distribution(row: np.ndarray, temperature: float, top_k: int, top_p: float) 
     if top_p < 1:
         shares = np.cumsum(p[order]) / p[order].sum()
         order = order[: 1 + int(np.flatnonzero(np.append(shares, 2) >= top_p)[0])]
+    order = [i for i in order if p[i] >= min_p * p.max()]
     kept = np.zeros_like(p)
     kept[order] = p[order]
     return kept / kept.sum()
@@ -49,6 +63,7 @@ def logit_rows(max_vocab: int = 12) -> st.SearchStrategy[np.ndarray]:
 UNIFORMS = st.floats(0, 1, exclude_max=True)
 TEMPERATURES = st.sampled_from([1.0, 0.5, 2.0, 7.0])
 TOP_P = st.sampled_from([1.0, 0.999, 0.9, 0.6, 0.5, 0.25, 0.01])
+MIN_P = st.sampled_from([0.0, 1e-9, 0.01, 0.1, 0.3, 0.9, 1.0])
 
 
 @given(
@@ -56,28 +71,32 @@ TOP_P = st.sampled_from([1.0, 0.999, 0.9, 0.6, 0.5, 0.25, 0.01])
     temperature=TEMPERATURES,
     top_k=st.integers(-1, 14),
     top_p=TOP_P,
+    min_p=MIN_P,
     uniform=UNIFORMS,
 )
-def test_a_token_is_the_inverse_of_its_distribution(logits, temperature, top_k, top_p, uniform):
+def test_a_token_is_the_inverse_of_its_distribution(
+    logits, temperature, top_k, top_p, min_p, uniform
+):
     """The drawn token's stretch of the cumulative distribution holds the number, to 1e-6 of rounding."""
-    limits = controls(len(logits), temperature=temperature, top_k=top_k, top_p=top_p)
+    limits = controls(len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens, _ = draw(logits, limits, np.full(len(logits), uniform))
     for row, token in zip(logits, tokens, strict=True):
-        p = distribution(row, temperature, top_k, top_p)
+        p = distribution(row, temperature, top_k, top_p, min_p)
         assert p[token] > 0
         before = p[:token].sum()
         assert before - 1e-6 <= uniform <= before + p[token] + 1e-6
 
 
-@given(logits=logit_rows(), top_k=st.integers(1, 12), top_p=TOP_P)
-def test_exactly_the_kept_tokens_can_be_drawn(logits, top_k, top_p):
+@given(logits=logit_rows(), top_k=st.integers(0, 12), top_p=TOP_P, min_p=MIN_P)
+def test_exactly_the_kept_tokens_can_be_drawn(logits, top_k, top_p, min_p):
     """Over a fine grid of numbers; kept tokens rarer than a step of it may be missed, others never come."""
     num_draws = 257
     row = logits[:1]
     grid = (np.arange(num_draws) + 0.5) / num_draws
     many = np.repeat(row, num_draws, axis=0)
-    tokens, _ = draw(many, controls(num_draws, top_k=top_k, top_p=top_p), grid)
-    p = distribution(row[0], 1.0, top_k, top_p)
+    limits = controls(num_draws, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, _ = draw(many, limits, grid)
+    p = distribution(row[0], 1.0, top_k, top_p, min_p)
     assert set(tokens.tolist()) <= set(np.flatnonzero(p).tolist())
     assert set(np.flatnonzero(p > 2 / num_draws).tolist()) <= set(tokens.tolist())
 
@@ -117,7 +136,9 @@ def test_huge_temperatures_are_uniform():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 1000, 5000])
-@pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}, {"top_k": 300}, {"top_p": 0.95}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"temperature": 0.7}, {"top_k": 300}, {"top_p": 0.95}, {"min_p": 0.02}]
+)
 def test_a_row_is_drawn_the_same_in_any_company(vocab_size, limits):
     """Bit for bit: tokens and logprobs, alone, among others, and from a larger array."""
     logits = RANDOM.normal(size=(9, vocab_size)).astype(np.float32) * 3
@@ -132,13 +153,13 @@ def test_a_row_is_drawn_the_same_in_any_company(vocab_size, limits):
     assert np.array_equal(same, logprobs)
 
 
-@pytest.mark.parametrize("limits", [{}, {"temperature": 0.5}, {"top_k": 700}, {"top_p": 0.8}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"temperature": 0.5}, {"top_k": 700}, {"top_p": 0.8}, {"min_p": 0.05}]
+)
 def test_shares_follow_the_distribution_over_a_large_vocabulary(limits):
     """20000 evenly spread numbers give each token its share to one part in 20000, twice over."""
     logits = (RANDOM.normal(size=2000) * 2).astype(np.float32)
-    p = distribution(
-        logits, limits.get("temperature", 1.0), limits.get("top_k", 0), limits.get("top_p", 1.0)
-    )
+    p = distribution(logits, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **limits})
     num_draws = 20000
     grid = (np.arange(num_draws) + 0.5) / num_draws
     counts = np.zeros(2000)
@@ -154,6 +175,7 @@ def test_mixed_rows_are_drawn_each_by_its_own_controls():
         temperature=np.array([0.0, 1.0, 1.0, 1e9]),
         top_k=np.array([0, 1, 0, 2]),
         top_p=np.array([1.0, 1.0, 1e-9, 1.0]),
+        min_p=np.zeros(4),
     )
     tokens, _ = draw(logits, mixed, np.full(4, 0.999))
     assert tokens.tolist() == [1, 1, 1, 2]
@@ -199,6 +221,38 @@ def test_logits_are_left_alone():
     assert np.array_equal(logits, before)
 
 
+def test_min_p_is_applied_last_and_after_temperature():
+    """Probabilities .4 .3 .2 .1. min_p .5 alone keeps those of at least .2. With top_p .55, which is of everything, .4
+    and .3; were min_p first, .4 / .9 < .55 would need .3 too, and top_p .72 would keep two instead of three."""
+    row = np.log([[0.4, 0.3, 0.2, 0.1]])
+    grid = (np.arange(400) + 0.5) / 400
+
+    def kept(**limits: Any) -> set[int]:
+        tokens, _ = draw(np.repeat(row, 400, axis=0), controls(400, **limits), grid)
+        return set(tokens.tolist())
+
+    assert kept(min_p=0.49) == {0, 1, 2}
+    assert kept(min_p=0.51) == {0, 1}
+    assert kept(min_p=0.49, top_p=0.72) == {0, 1, 2}
+    assert kept(min_p=0.49, top_p=0.69) == {0, 1}
+    # Squared, .2 is a quarter of .4; to the power 1/2 it is .71 of it.
+    assert kept(min_p=0.49, temperature=0.5) == {0, 1}
+    assert kept(min_p=0.49, temperature=2.0) == {0, 1, 2, 3}
+    assert kept(min_p=1.0) == {0}
+
+
+def test_many_draws_of_a_row_are_draws_of_its_numbers():
+    logits = (RANDOM.normal(size=(5, 300)) * 2).astype(np.float32)
+    uniforms = RANDOM.random((5, 7))
+    for temperature in (0.0, 0.6, 1.0, 3.0):
+        many = draw_many(logits, temperature, uniforms)
+        assert many.shape == (5, 7)
+        for column in range(7):
+            tokens, _ = draw(logits, controls(5, temperature=temperature), uniforms[:, column])
+            assert many[:, column].tolist() == tokens.tolist()
+    assert draw_many(logits[:0], 1.0, uniforms[:0]).shape == (0, 7)
+
+
 # Likeliest tokens
 
 
@@ -240,3 +294,35 @@ def test_streams_are_uniform_and_unlike_each_other():
     for a, b in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
         correlation = np.corrcoef(a.ravel(), b.ravel())[0, 1]
         assert abs(correlation) < 5 / np.sqrt(a.size)
+
+
+@given(
+    seed=st.integers(-(2**63), 2**64),
+    start=st.integers(1, 3000),
+    length=st.integers(0, 40),
+    cut=st.integers(0, 40),
+    num=st.integers(1, 100),
+)
+def test_numbers_of_alternatives_depend_on_seed_position_and_place_alone(
+    seed, start, length, cut, num
+):
+    whole = alternative_uniforms(seed, start, start + length, 100)
+    middle = start + min(cut, length)
+    parts = [
+        alternative_uniforms(seed, start, middle, num),
+        alternative_uniforms(seed, middle, start + length, num),
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), whole[:, :num])
+
+
+def test_alternatives_have_a_stream_of_their_own():
+    """Unlike each other, and unlike the numbers that draw samples."""
+    drawn = alternative_uniforms(5, 1, 200, 100)
+    other = alternative_uniforms(6, 1, 200, 100)
+    stream = TokenStream(5)
+    sampled = np.array([stream.uniform(i) for i in range(20_000)])
+    everything = np.concatenate([drawn.ravel(), other.ravel(), sampled])
+    assert len(np.unique(everything)) == everything.size
+    for part in (drawn, other):
+        assert abs(part.mean() - 0.5) < 5 * np.sqrt(1 / 12 / part.size)
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 5 / np.sqrt(drawn.size)
