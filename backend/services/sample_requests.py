@@ -47,6 +47,7 @@ def sample_call(
         topk_sample_logprobs=check_count(
             "topk_sample_logprobs", request.topk_sample_logprobs, low=0, high=MAX_TOPK
         ),
+        return_routed_experts=request.return_routed_experts,
     )
 
 
