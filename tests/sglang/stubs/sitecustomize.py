@@ -37,6 +37,15 @@ def _leave_memory_unpinned(torch) -> None:
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self
+    torch.cuda.cudart = lambda: _Cudart
+
+
+class _Cudart:
+    """The part of CUDA's runtime that pins memory: says that it did."""
+
+    @staticmethod
+    def cudaHostRegister(*_args) -> int:
+        return 0
 
 
 class _BeforeTorchvision:
@@ -49,7 +58,7 @@ class _BeforeTorchvision:
 
             _declare_operators(torch)
             _leave_memory_unpinned(torch)
-        return None
+        return
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
