@@ -16,6 +16,8 @@ _MAX_DELAY_S = 30.0
 # Of a new measurement of how long it takes until the next call ends.
 _WEIGHT = 0.05
 _MAX_INTERVAL_S = 1.0
+# For each call that ends: were they as many, a server that once had too few would never learn that it could take more.
+_RETURNS_PER_END = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Admission:
         self._bytes_of: Counter[str] = Counter()
         self.num_calls = 0
         self.num_bytes = 0
+        self.num_refused = 0
 
     def enter(self, flow: str, num_bytes: int) -> Admitted:
         """Takes a call in, whose `Admitted` must be left in the end.
@@ -56,6 +59,7 @@ class Admission:
             or not self.num_calls
         )
         if not fits:
+            self.num_refused += 1
             raise self._full()
         admitted = Admitted(self, flow)
         self._count(flow, calls=1)
@@ -119,7 +123,7 @@ def _fits(held: int, more: int, free: int) -> bool:
 
 
 class _Returns:
-    """When those who were refused come again: one after the other, as fast as calls end."""
+    """When those who were refused come again: one after the other, somewhat faster than calls end."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -136,5 +140,7 @@ class _Returns:
     def next_delay_s(self) -> float:
         now = self._monotonic()
         earliest, latest = now + _MIN_DELAY_S, now + _MAX_DELAY_S
-        self._next_s = min(max(self._next_s + self._interval_s, earliest), latest)
+        self._next_s = min(
+            max(self._next_s + self._interval_s / _RETURNS_PER_END, earliest), latest
+        )
         return self._next_s - now
