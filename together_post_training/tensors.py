@@ -6,6 +6,7 @@ Dense arrays travel as raw little-endian bytes and are read back without a copy;
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,15 +54,46 @@ def encode_csr(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Csr:
+    """A (rows, columns) matrix by its stored values (nnz,): row i's are number crow_indices[i] up to crow_indices[i + 1],
+    in the columns col_indices (nnz,)."""
+
+    values: np.ndarray
+    crow_indices: np.ndarray
+    col_indices: np.ndarray
+    shape: tuple[int, int]
+
+
+def decode_csr(tensor: pb.Tensor, *, what: str = "tensor") -> Csr:
+    """A sparse tensor as it is stored, whatever its shape.
+
+    Raises:
+        PostTrainingError: INVALID_ARGUMENT, naming `what`.
+    """
+    values, dims = _flat(tensor, what), tuple(tensor.shape.dims)
+    crow = np.asarray(tensor.csr.crow_indices, dtype=np.int64)
+    col = np.asarray(tensor.csr.col_indices, dtype=np.int64)
+    if not _csr_is_sound(dims, crow, col, values):
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{what}: malformed CSR: shape {list(dims)} needs {dims[0] + 1 if dims else 1} ascending crow_indices "
+            f"from 0 to the number of values ({values.size}), and for each value a col_index below the width that its "
+            "row has once.",
+            what=what,
+        )
+    return Csr(values=values, crow_indices=crow, col_indices=col, shape=(dims[0], dims[1]))
+
+
 def decode(tensor: pb.Tensor, *, what: str = "tensor") -> np.ndarray:
     """The array, read-only where it shares the message's bytes; CSR is densified with 0.
 
     Raises:
         PostTrainingError: INVALID_ARGUMENT, naming `what`.
     """
-    flat = _flat(tensor, what)
     if tensor.HasField("csr"):
-        return _densify(tensor, flat, what)
+        return _densify(decode_csr(tensor, what=what), what)
+    flat = _flat(tensor, what)
     if not tensor.HasField("shape"):
         return flat
     dims = tensor.shape.dims[:]
@@ -139,28 +171,24 @@ def _dtype_name(tensor: pb.Tensor) -> str:
     return known.name if known else str(tensor.dtype)
 
 
-def _densify(tensor: pb.Tensor, values: np.ndarray, what: str) -> np.ndarray:
-    dims = tuple(tensor.shape.dims)
-    crow = np.asarray(tensor.csr.crow_indices, dtype=np.int64)
-    col = np.asarray(tensor.csr.col_indices, dtype=np.int64)
-    if not _csr_is_sound(dims, crow, col, values):
+def _densify(csr: Csr, what: str) -> np.ndarray:
+    if math.prod(csr.shape) > _MAX_DENSE_VALUES:
         raise fail(
             Reason.INVALID_ARGUMENT,
-            f"{what}: malformed CSR: shape {list(dims)} needs {dims[0] + 1 if dims else 1} ascending crow_indices "
-            f"from 0 to the number of values ({values.size}), and for each value a col_index below the width that its "
-            "row has once.",
+            f"{what}: shape {list(csr.shape)} is too large: at most {_MAX_DENSE_VALUES} values are accepted, stored or "
+            "not.",
             what=what,
         )
-    dense = np.zeros(dims, dtype=values.dtype)
-    rows = np.repeat(np.arange(dims[0]), np.diff(crow))
-    dense[rows, col] = values
+    dense = np.zeros(csr.shape, dtype=csr.values.dtype)
+    rows = np.repeat(np.arange(csr.shape[0]), np.diff(csr.crow_indices))
+    dense[rows, csr.col_indices] = csr.values
     return dense
 
 
 def _csr_is_sound(
     dims: tuple[int, ...], crow: np.ndarray, col: np.ndarray, values: np.ndarray
 ) -> bool:
-    if len(dims) != 2 or min(dims) < 0 or math.prod(dims) > _MAX_DENSE_VALUES:
+    if len(dims) != 2 or min(dims) < 0 or math.prod(dims) >= 2**63:
         return False
     if crow.size != dims[0] + 1 or col.size != values.size:
         return False
@@ -173,6 +201,7 @@ def _csr_is_sound(
 
 def _has_duplicates(crow: np.ndarray, col: np.ndarray, dims: tuple[int, ...]) -> bool:
     """Whether two values have the same place: one of them would be lost."""
-    taken = np.zeros(dims, bool)
-    taken[np.repeat(np.arange(dims[0]), np.diff(crow)), col] = True
-    return int(np.count_nonzero(taken)) != col.size
+    places = np.repeat(np.arange(dims[0]), np.diff(crow)) * dims[1] + col
+    if (np.diff(places) > 0).all():  # as CSR mostly comes
+        return False
+    return np.unique(places).size != places.size

@@ -7,6 +7,7 @@ import math
 from backend.generator.base import SampleCall, Stop
 from backend.services import wire
 from backend.services.fields import check_count, check_finite, invalid, optional
+from backend.services.target_tokens import decode_targets
 from backend.trainer.base import ModelInfo
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Limits, check_tokens
@@ -15,6 +16,7 @@ from together_post_training.v1 import generator_pb2 as pb
 
 MAX_NUM_SAMPLES = 1024
 MAX_TOPK = 100
+MAX_ALT_TOKENS = 100
 
 
 def sample_call(
@@ -39,14 +41,21 @@ def sample_call(
         ),
         top_p=_top_p(params),
         top_k=_top_k(params),
+        min_p=_min_p(params),
         stop=_stop(params, model),
         prompt_logprobs=request.prompt_logprobs,
+        num_scored=_num_scored(request, "prompt_logprobs_last_n", len(prompt)),
         topk_prompt_logprobs=check_count(
             "topk_prompt_logprobs", request.topk_prompt_logprobs, low=0, high=MAX_TOPK
         ),
         topk_sample_logprobs=check_count(
             "topk_sample_logprobs", request.topk_sample_logprobs, low=0, high=MAX_TOPK
         ),
+        target_prompt_tokens=_targets(request, len(prompt), model.limits),
+        prompt_alt_tokens=check_count(
+            "prompt_alt_tokens_k", request.prompt_alt_tokens_k, low=0, high=MAX_ALT_TOKENS
+        ),
+        is_seeded=params.HasField("seed"),
         return_routed_experts=request.return_routed_experts,
     )
 
@@ -68,6 +77,8 @@ def score_call(
         top_k=0,
         stop=Stop(),
         prompt_logprobs=True,
+        num_scored=_num_scored(request, "last_n", len(prompt)),
+        is_seeded=False,
     )
 
 
@@ -123,6 +134,39 @@ def _top_k(params: pb.SamplingParams) -> int:
     if top_k < -1:
         raise invalid("top_k", top_k, "-1 or 0 (all tokens), or 1 or more")
     return max(top_k, 0)
+
+
+def _min_p(params: pb.SamplingParams) -> float:
+    min_p = optional(params, "min_p", 0.0)
+    if not 0 <= min_p <= 1:
+        raise invalid("min_p", min_p, "0 (all tokens) to 1")
+    return min_p
+
+
+def _num_scored(
+    request: pb.SampleRequest | pb.ComputeLogprobsRequest, field: str, num_prompt_tokens: int
+) -> int | None:
+    if not request.HasField(field):
+        return None
+    last_n = getattr(request, field)
+    if isinstance(request, pb.SampleRequest) and not request.prompt_logprobs:
+        raise invalid(field, last_n, "absent without prompt_logprobs", "Set prompt_logprobs too.")
+    if not 1 <= last_n < num_prompt_tokens:
+        raise invalid(
+            field,
+            last_n,
+            "1 to the prompt's length less 1",
+            f"The prompt has {num_prompt_tokens} tokens, the first of which has no log-probability.",
+        )
+    return last_n
+
+
+def _targets(
+    request: pb.SampleRequest, num_prompt_tokens: int, limits: Limits
+) -> wire.Array | None:
+    if not request.HasField("target_prompt_logprobs"):
+        return None
+    return decode_targets(request.target_prompt_logprobs, num_prompt_tokens, limits.vocab_size)
 
 
 def _stop(params: pb.SamplingParams, model: ModelInfo) -> Stop:
