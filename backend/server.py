@@ -23,7 +23,8 @@ from backend.resources.catalog import Catalog, ModelSpec
 from backend.resources.engines import OpenEngines
 from backend.resources.resource import Resource, ResourceFactory
 from backend.resources.resources import Resources
-from backend.resources.sequence_records import SequenceRecords
+from backend.resources.retention import Lifetimes
+from backend.resources.sample_records import SampleRecords
 from backend.resources.sessions import SessionLimits, Sessions
 from backend.resources.snapshots import Snapshots
 from backend.services.catalog_service import CatalogService
@@ -81,8 +82,13 @@ class Server:
         self._factory = self._make_factory(open_engines or open_configured)
         catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
         self._resources = Resources(catalog, self._open_resource)
-        self._snapshots = Snapshots(self._journal, self._checkpoints, self._resources)
-        self._records = SequenceRecords(monotonic)
+        lifetimes = Lifetimes(
+            lease_s=config.snapshot_lease_s, retention_s=config.snapshot_retention_s
+        )
+        self._snapshots = Snapshots(
+            self._journal, self._checkpoints, self._resources, lifetimes, monotonic
+        )
+        self._records = SampleRecords(monotonic)
         limits = AdmissionLimits(
             num_calls=config.max_sampling_calls, num_bytes=config.max_sampling_bytes
         )
@@ -117,6 +123,7 @@ class Server:
             config.checkpoint_sweep_interval_s,
             lambda: asyncio.to_thread(self._checkpoints.sweep),
         )
+        self._repeat(config.snapshot_sweep_interval_s, self._snapshots.sweep)
         return f"{config.host}:{port}"
 
     async def load_models(self) -> None:
@@ -207,13 +214,16 @@ class Server:
             self._grpc,
             catalog=CatalogService(self._resources),
             checkpoints=CheckpointService(self._checkpoints),
-            generator=GeneratorService(self._snapshots, self._records, self._admission),
+            generator=self._generator_service(),
             model_resources=ModelResourceService(self._resources),
             operations=OperationService(self._sessions, self._registry, self._intake),
             sessions=SessionService(self._sessions),
             trainer=TrainerService(self._sessions, self._intake, self._records),
         )
         add_reflection(self._grpc)
+
+    def _generator_service(self) -> GeneratorService:
+        return GeneratorService(self._snapshots, self._sessions, self._records, self._admission)
 
     def _repeat(self, interval_s: float, work: Callable[[], Awaitable[object]]) -> None:
         self._start(_every(interval_s, work))

@@ -14,6 +14,7 @@ MAX_SEQUENCE = 2**53
 _SESSION = re.compile(r"[A-Za-z0-9_\-:]{1,128}")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_\-.]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
+_LIVE = "snapshots/live:"
 _OPERATION = re.compile(r"sessions/([^/]+)/operations/([1-9][0-9]{0,15})")
 
 
@@ -69,6 +70,16 @@ def check_session_id(session: str, *, reason: Reason = Reason.INVALID_NAME) -> s
     )
 
 
+def check_holder(holder: str) -> str:
+    if _SESSION.fullmatch(holder):
+        return holder
+    raise fail(
+        Reason.INVALID_NAME,
+        f"Invalid holder {holder!r}: use 1 to 128 of letters, digits, '-', '_', ':'.",
+        holder=holder,
+    )
+
+
 def operation_name(session: str, sequence: int) -> str:
     return f"sessions/{session}/operations/{sequence}"
 
@@ -83,3 +94,13 @@ def parse_operation_name(name: str) -> tuple[str, int]:
         f"Invalid operation name {name!r}: expected sessions/<session>/operations/<sequence number from 1>.",
         name=name,
     )
+
+
+def live_snapshot(session: str) -> str:
+    """The snapshot that follows a session's live policy."""
+    return f"{_LIVE}{session}"
+
+
+def live_session(snapshot: str) -> str:
+    """Whose live policy it follows; empty: it is pinned."""
+    return snapshot.removeprefix(_LIVE) if snapshot.startswith(_LIVE) else ""

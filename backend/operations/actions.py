@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from backend.checkpoints.manifest import FOLDERS, Manifest
 from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
 from backend.operations import notices
+from backend.operations.publishing import Publisher
 from backend.operations.session import Operation, Session
 from backend.operations.trainer_thread import TrainerThread
 from backend.operations.work import (
@@ -16,6 +16,7 @@ from backend.operations.work import (
     OptimStepWork,
     PassWork,
     SaveCheckpointWork,
+    SyncType,
     WeightsSyncWork,
 )
 from backend.trainer.base import (
@@ -35,12 +36,6 @@ from together_post_training.v1 import operations_pb2 as pb
 
 # A pass's operation, and what its caller should know.
 Shown = tuple[pb.Operation, notices.Notices]
-
-
-class Publisher(Protocol):
-    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
-        """Makes weights sampleable and returns the snapshot's name."""
-        ...
 
 
 class TrainerActions:
@@ -69,7 +64,7 @@ class TrainerActions:
             case OptimStepWork():
                 return await self._optim_step(session, work.params)
             case WeightsSyncWork():
-                return await self._weights_sync(session, operation.sequence)
+                return await self._weights_sync(session, operation.sequence, work.type)
             case SaveCheckpointWork():
                 return await self._save(session, work)
             case LoadCheckpointWork():
@@ -95,14 +90,18 @@ class TrainerActions:
         notices.give(session, done, notices.notices_of_step(params))
         return done
 
-    async def _weights_sync(self, session: Session, sequence: int) -> pb.Operation:
+    async def _weights_sync(self, session: Session, sequence: int, sync: SyncType) -> pb.Operation:
+        await self._publisher.settle(session)
         weights = await self._thread.call(self._trainer.weights, session.id)
-        snapshot = await self._publisher.publish(session, sequence, weights)
-        return pb.Operation(
-            weights_sync=pb.WeightsSyncResult(
-                snapshot=snapshot, policy_version=session.policy_version
-            )
+        published = await self._publisher.publish(session, sequence, weights, sync)
+        result = pb.WeightsSyncResult(
+            snapshot=published.snapshot,
+            policy_version=session.policy_version,
+            is_pending=published.is_pending,
         )
+        done = pb.Operation(weights_sync=result)
+        notices.give(session, done, published.notices)
+        return done
 
     async def _save(self, session: Session, work: SaveCheckpointWork) -> pb.Operation:
         path = CheckpointPath(session=session.id, folder=FOLDERS[work.kind], name=work.name)

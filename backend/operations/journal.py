@@ -87,6 +87,10 @@ class Journal(Protocol):
         """Oldest first."""
         ...
 
+    async def delete_snapshot(self, name: str) -> None:
+        """Also one that is not there."""
+        ...
+
     async def recover(self, lost: operations_pb2.Operation, now: float) -> int:
         """Running sessions become LOST; unfinished operations end with the state and error of `lost`; snapshots that
         sessions published, which were in memory, are forgotten.

@@ -73,6 +73,9 @@ class MemoryJournal:
     async def list_snapshots(self) -> Sequence[generator_pb2.Snapshot]:
         return list(self._snapshots.values())
 
+    async def delete_snapshot(self, name: str) -> None:
+        self._snapshots.pop(name, None)
+
     async def recover(self, lost: operations_pb2.Operation, now: float) -> int:
         running = [
             entry.session

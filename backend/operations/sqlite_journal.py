@@ -193,6 +193,11 @@ class SqliteJournal:
         rows = await self._database.call(lambda db: db.execute(query).fetchall())
         return [generator_pb2.Snapshot.FromString(message) for (message,) in rows]
 
+    async def delete_snapshot(self, name: str) -> None:
+        await self._database.call(
+            lambda db: db.execute("DELETE FROM snapshots WHERE name = ?", (name,))
+        )
+
     async def recover(self, lost: pb.Operation, now: float) -> int:
         numbers = await self._database.call(lambda db: _recover(db, lost, now))
         for number in numbers:

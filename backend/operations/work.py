@@ -10,6 +10,7 @@ from backend.trainer.base import OptimParams, Pass
 from together_post_training.names import CheckpointPath
 
 CheckpointKind = Literal["training", "inference"]
+SyncType = Literal["synchronous", "background", "pipeline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,13 @@ class OptimStepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSyncWork:
-    """Publishes the session's weights as they are at its turn."""
+    """Publishes the session's weights as they are at its turn.
+
+    "synchronous": ends when they can be sampled. "background": when they are copied. "pipeline": as the first, and what
+    is being sampled from the session's live policy goes on under them.
+    """
+
+    type: SyncType = "synchronous"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

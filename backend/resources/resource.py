@@ -10,9 +10,10 @@ from pathlib import Path
 from backend.checkpoints.store import CheckpointStore
 from backend.generator.base import Generator
 from backend.generator.turns import Turns
-from backend.operations.actions import Publisher, TrainerActions
+from backend.operations.actions import TrainerActions
 from backend.operations.ended import timestamp
 from backend.operations.executor import Executor
+from backend.operations.publishing import Publisher
 from backend.operations.registry import OperationRegistry
 from backend.operations.trainer_thread import TrainerThread
 from backend.resources.catalog import ModelSpec

@@ -1,83 +1,143 @@
-"""Snapshots: published and opened weights, each immutable under its name for as long as it can be sampled.
+"""Snapshots: published and opened weights, each immutable under its name for as long as it is kept.
 
     snapshots/base:{hash}             a base model
     snapshots/checkpoint:{hash}       the files of a checkpoint, as they were when it was opened
     snapshots/session:{id}:{number}   a session's weights, published by its operation of that number
+    snapshots/live:{id}               what a session published last: no weights of its own
 
 Names follow from what they stand for, so that opening the same thing twice gives the same snapshot, and one that
-was opened before a restart can be opened again.
+was opened before a restart can be opened again. How long they are kept is in `retention`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from weakref import WeakValueDictionary
 
 from backend.checkpoints.manifest import Manifest
 from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
 from backend.operations.journal import Journal
+from backend.operations.publishing import Published
 from backend.operations.session import Session
+from backend.operations.work import SyncType
+from backend.resources.live import LivePolicies, Use
 from backend.resources.resource import Resource
 from backend.resources.resources import Resources
+from backend.resources.retention import Lifetimes, Retention
+from backend.resources.snapshot_records import SnapshotRecords, gone
 from backend.trainer.base import FullConfig, Weights
-from together_post_training.errors import PostTrainingError, Reason, fail
-from together_post_training.names import CheckpointPath, parse_checkpoint_path
+from together_post_training.errors import PostTrainingError
+from together_post_training.names import (
+    CheckpointPath,
+    live_snapshot,
+    parse_checkpoint_path,
+)
 from together_post_training.v1.generator_pb2 import Snapshot
 
 
 class Snapshots:
-    """Owned by the event loop."""
+    """Owned by the event loop. `monotonic`: seconds, never back."""
 
     def __init__(
-        self, journal: Journal, checkpoints: CheckpointStore, resources: Resources
+        self,
+        journal: Journal,
+        checkpoints: CheckpointStore,
+        resources: Resources,
+        lifetimes: Lifetimes,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._journal = journal
         self._checkpoints = checkpoints
         self._resources = resources
-        self._records: dict[str, Snapshot] = {}
+        self._records = SnapshotRecords(journal, monotonic)
+        self._live = LivePolicies()
+        self._retention = Retention(
+            self._records, self._live, resources, lifetimes, monotonic, self._still_opens
+        )
+        self._lease_s = lifetimes.lease_s
         # Full weights are large: one set is read at a time.
         self._loading_full = asyncio.Lock()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
+    @property
+    def lease_s(self) -> float:
+        return self._lease_s
+
     async def restore(self) -> None:
         """Learns the names that an earlier server gave out."""
-        for snapshot in await self._journal.list_snapshots():
-            self._records[snapshot.name] = snapshot
+        await self._records.restore()
 
     def get(self, name: str) -> Snapshot:
-        """Raises SNAPSHOT_NOT_FOUND."""
-        record = self._records.get(name)
-        if record is None:
-            raise fail(
-                Reason.SNAPSHOT_NOT_FOUND,
-                f"Unknown snapshot {name!r}: names come from OpenSnapshot, and from WeightsSync until the server is "
-                "restarted. Open a checkpoint instead.",
-                snapshot=name,
-            )
-        return record
+        """As it is now. Raises SNAPSHOT_NOT_FOUND."""
+        live = self._live.find(name)
+        return self._records.get(name) if live is None else live.message()
 
-    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
-        """See `backend.operations.actions.Publisher`."""
-        record = Snapshot(
+    def hold(self, holder: str, names: Sequence[str]) -> list[str]:
+        """`names`: all that it holds from now on. Returns those that do not exist."""
+        return self._retention.hold(holder, names)
+
+    async def sweep(self) -> None:
+        """Drops what nobody holds or uses any more."""
+        await self._retention.sweep()
+
+    async def settle(self, session: Session) -> None:
+        """See `backend.operations.publishing.Publisher`."""
+        live = self._live.find(live_snapshot(session.id))
+        if live is not None:
+            resource = await self._resources.get(live.target.base_model)
+            await resource.residency.settle(live.target.name)
+
+    async def publish(
+        self, session: Session, sequence: int, weights: Weights, sync: SyncType
+    ) -> Published:
+        """See `backend.operations.publishing.Publisher`."""
+        shown = Snapshot(
             name=f"snapshots/session:{session.id}:{sequence}",
             base_model=session.shown.base_model,
             session=session.id,
             policy_version=session.policy_version,
         )
-        resource = await self._resources.get(record.base_model)
-        await resource.residency.add(record.name, weights)
-        await self._keep(record)
-        return record.name
+        resource = await self._resources.get(shown.base_model)
+        if sync == "background":
+            await self._records.put(shown)
+            resource.residency.add_later(shown.name, weights)
+            self._turn_to(session, shown, sync)
+            return Published(snapshot=shown.name, is_pending=True)
+        await resource.residency.add(shown.name, weights)
+        try:
+            await self._records.put(shown)
+        except BaseException:
+            await resource.residency.drop(shown.name)
+            raise
+        if sync == "pipeline":
+            return await self._move(session, shown, resource)
+        self._turn_to(session, shown, sync)
+        return Published(snapshot=shown.name)
+
+    def _turn_to(self, session: Session, shown: Snapshot, sync: SyncType) -> None:
+        before = self._live.turn_to(session, shown, for_followers=sync == "pipeline")
+        if before is not None:
+            self._retention.let_go(before.name)
+
+    async def _move(self, session: Session, shown: Snapshot, resource: Resource) -> Published:
+        def share(use: Use) -> None:
+            use.until_end.enter_context(self._records.used(shown.name))
+            resource.residency.share(shown.name, use.until_end)
+
+        async with resource.residency.use(shown.name) as engine_name:
+            self._turn_to(session, shown, "pipeline")
+            notices = self._live.move(session, shown, engine_name, share)
+        return Published(snapshot=shown.name, notices=notices)
 
     async def open_base(self, base_model: str) -> Snapshot:
         resource = await self._resources.get(base_model)
         name = f"snapshots/base:{_hash(resource.name)}"
         if name not in self._records:
-            await self._keep(Snapshot(name=name, base_model=resource.name))
-        return self._records[name]
+            await self._records.put(Snapshot(name=name, base_model=resource.name))
+        return self._records.get(name)
 
     async def open_checkpoint(self, path: CheckpointPath) -> Snapshot:
         """Raises CHECKPOINT_NOT_FOUND, INCOMPATIBLE_CHECKPOINT."""
@@ -107,38 +167,65 @@ class Snapshots:
                 policy_version=manifest.policy_version,
                 path=str(manifest.path),
             )
-            await self._keep(record)
-        return self._records[name]
+            await self._records.put(record)
+        self._records.touch(name)
+        return self._records.get(name)
+
+    def used(self, name: str) -> AbstractContextManager[object]:
+        """It is kept until the end. Raises SNAPSHOT_NOT_FOUND."""
+        return nullcontext() if self._live.find(name) else self._records.used(name)
 
     async def resource(self, name: str) -> Resource:
         """Its model's, once that is loaded."""
         return await self._resources.get(self.get(name).base_model)
 
     @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[tuple[Resource, str | None]]:
-        """The resource to sample on, and the snapshot's name in its generator; None: the base model."""
-        record = self.get(name)
-        resource = await self._resources.get(record.base_model)
-        if not record.session and not record.path:
-            yield resource, None
-            return
-        if not resource.residency.has(name):
-            await self._reopen(record)
-        async with resource.residency.use(name) as engine_name:
-            yield resource, engine_name
+    async def use(self, name: str, *, follow: bool = False) -> AsyncIterator[Use]:
+        """The weights to sample from. A live snapshot's are those published last; with `follow` they may change."""
+        while (live := self._live.find(name)) is not None:
+            target = live.target
+            async with self._use_pinned(target) as use:
+                # It may have taken a while, and others come since.
+                if live.target is target:
+                    if follow:
+                        live.follow(use)
+                    yield use
+                    return
+        async with self._use_pinned(self._records.get(name)) as use:
+            yield use
 
-    async def _reopen(self, record: Snapshot) -> None:
-        """After a restart: from the checkpoint, if it still is what it was."""
+    @asynccontextmanager
+    async def _use_pinned(self, shown: Snapshot) -> AsyncIterator[Use]:
+        with self._records.used(shown.name):
+            resource = await self._resources.get(shown.base_model)
+            if not shown.session and not shown.path:
+                yield Use(resource=resource, engine_name=None, snapshots={None: shown})
+                return
+            if not resource.residency.has(shown.name):
+                await self._reopen(shown)
+            async with resource.residency.use(shown.name) as engine_name:
+                use = Use(
+                    resource=resource, engine_name=engine_name, snapshots={engine_name: shown}
+                )
+                with use.until_end:
+                    yield use
+
+    async def _reopen(self, shown: Snapshot) -> None:
+        """After a restart, or when it was not kept: from the checkpoint, if it still is what it was."""
         try:
-            opened = await self.open_checkpoint(parse_checkpoint_path(record.path))
+            opened = await self.open_checkpoint(parse_checkpoint_path(shown.path))
         except PostTrainingError as error:
-            raise _gone(record, f"its checkpoint cannot be read: {error.message}") from None
-        if opened.name != record.name:
-            raise _gone(record, f"{record.path} was overwritten since")
+            raise gone(shown.name, f"its checkpoint cannot be read: {error.message}") from None
+        if opened.name != shown.name:
+            raise gone(shown.name, f"{shown.path} was overwritten since")
 
-    async def _keep(self, record: Snapshot) -> None:
-        await self._journal.put_snapshot(record)
-        self._records[record.name] = record
+    def _still_opens(self, shown: Snapshot) -> bool:
+        """Of a checkpoint's. Reads files."""
+        try:
+            manifest = self._checkpoints.get(parse_checkpoint_path(shown.path))
+        except PostTrainingError:
+            return False
+        return _checkpoint_name(manifest) == shown.name
 
 
 async def _check_fits(resource: Resource, loaded: LoadedCheckpoint) -> None:
@@ -170,11 +257,3 @@ def _checkpoint_name(manifest: Manifest) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _gone(record: Snapshot, why: str) -> PostTrainingError:
-    return fail(
-        Reason.SNAPSHOT_NOT_FOUND,
-        f"Snapshot {record.name!r} is gone: {why}. Open a checkpoint instead.",
-        snapshot=record.name,
-    )

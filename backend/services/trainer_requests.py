@@ -8,18 +8,18 @@ from backend.operations.work import (
     OptimStepWork,
     PassWork,
     SaveCheckpointWork,
+    SyncType,
     WeightsSyncWork,
 )
-from backend.resources.sequence_records import SequenceRecords
+from backend.resources.sample_records import SampleRecords
 from backend.services import wire
 from backend.services.fields import check_metadata, invalid, optional
 from backend.services.optimizer_requests import optim_params
 from backend.services.recorded_inputs import with_recorded
-from backend.trainer.base import OptimizerConfig, Pass
+from backend.services.routed_experts import routed_experts
+from backend.trainer.base import ModelInfo, OptimizerConfig, Pass
 from together_post_training import losses, samples, tensors
-from together_post_training.errors import Reason, fail
 from together_post_training.names import check_checkpoint_name, parse_checkpoint_path
-from together_post_training.samples import Limits
 from together_post_training.v1 import data_pb2
 from together_post_training.v1 import trainer_pb2 as pb
 
@@ -31,11 +31,18 @@ _KINDS: dict[int, CheckpointKind] = {
     pb.CHECKPOINT_KIND_INFERENCE: "inference",
 }
 
+_SYNC_TYPES: dict[int, SyncType] = {
+    pb.WEIGHT_SYNC_TYPE_UNSPECIFIED: "synchronous",
+    pb.WEIGHT_SYNC_TYPE_SYNCHRONOUS: "synchronous",
+    pb.WEIGHT_SYNC_TYPE_BACKGROUND_PUBLISH: "background",
+    pb.WEIGHT_SYNC_TYPE_PIPELINE: "pipeline",
+}
+
 
 def pass_work(
     request: pb.ForwardRequest | pb.ForwardBackwardRequest,
-    limits: Limits,
-    records: SequenceRecords,
+    model: ModelInfo,
+    records: SampleRecords,
 ) -> PassWork:
     backward = isinstance(request, pb.ForwardBackwardRequest)
     if backward:
@@ -43,24 +50,27 @@ def pass_work(
     loss = request.loss.type
     params = losses.complete_params(loss, _given_params(request.loss))
     decoded = [wire.sample(message, i) for i, message in enumerate(request.samples)]
-    complete = with_recorded(request.samples, decoded, loss, records)
-    checked = samples.check(complete, loss, limits)
+    complete = with_recorded(request.samples, decoded, loss, records.sequences)
+    checked = samples.check(complete, loss, model.limits)
     inputs = [sample.inputs for sample in checked]
     return PassWork(
         work=Pass(
             session=request.session,
             samples=checked,
             loss=loss,
-            params=losses.prepare(loss, params, inputs, max_seq_length=limits.max_seq_length),
+            params=losses.prepare(loss, params, inputs, max_seq_length=model.limits.max_seq_length),
             backward=backward,
+            routed_experts=routed_experts(request.samples, checked, model, records.experts),
         )
     )
 
 
-def custom_work(request: pb.CustomForwardBackwardRequest, limits: Limits) -> PassWork:
+def custom_work(
+    request: pb.CustomForwardBackwardRequest, model: ModelInfo, records: SampleRecords
+) -> PassWork:
     _check_chunks(request)
     decoded = [wire.sample(message, i) for i, message in enumerate(request.samples)]
-    checked = samples.check(decoded, "cross_entropy", limits)
+    checked = samples.check(decoded, "cross_entropy", model.limits)
     gradients = [
         tensors.decode(tensor, what=f"Gradient {i}") for i, tensor in enumerate(request.gradients)
     ]
@@ -70,6 +80,7 @@ def custom_work(request: pb.CustomForwardBackwardRequest, limits: Limits) -> Pas
             samples=checked,
             backward=True,
             gradients=samples.check_gradients(checked, gradients),
+            routed_experts=routed_experts(request.samples, checked, model, records.experts),
         )
     )
 
@@ -80,16 +91,9 @@ def optim_step_work(request: pb.OptimStepRequest, optimizer: OptimizerConfig) ->
 
 
 def weights_sync_work(request: pb.WeightsSyncRequest) -> WeightsSyncWork:
-    accepted = (pb.WEIGHT_SYNC_TYPE_UNSPECIFIED, pb.WEIGHT_SYNC_TYPE_SYNCHRONOUS)
-    if request.type not in accepted:
-        known = request.type in pb.WeightSyncType.values()
-        name = pb.WeightSyncType.Name(request.type) if known else str(request.type)
-        raise fail(
-            Reason.UNIMPLEMENTED,
-            f"WeightsSync of type {name}: this server publishes synchronously only; use WEIGHT_SYNC_TYPE_SYNCHRONOUS.",
-            type=name,
-        )
-    return WeightsSyncWork()
+    if request.type not in _SYNC_TYPES:
+        raise invalid("type", request.type, ", ".join(pb.WeightSyncType.keys()[1:]))
+    return WeightsSyncWork(type=_SYNC_TYPES[request.type])
 
 
 def save_checkpoint_work(request: pb.SaveCheckpointRequest) -> SaveCheckpointWork:

@@ -11,12 +11,11 @@ from google.protobuf.message import Message
 
 from backend.operations.intake import Intake
 from backend.operations.work import Work
-from backend.resources.sequence_records import SequenceRecords
+from backend.resources.sample_records import SampleRecords
 from backend.resources.sessions import Sessions
 from backend.services import trainer_requests as parse
 from backend.services.status import request_bytes
-from backend.trainer.base import ADAMW
-from together_post_training.samples import Limits
+from backend.trainer.base import ADAMW, ModelInfo
 from together_post_training.v1 import operations_pb2 as pb
 from together_post_training.v1 import trainer_pb2, trainer_pb2_grpc
 
@@ -25,10 +24,11 @@ Context = grpc.aio.ServicerContext
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, sessions: Sessions, intake: Intake, records: SequenceRecords) -> None:
+    def __init__(self, sessions: Sessions, intake: Intake, records: SampleRecords) -> None:
         self._sessions = sessions
         self._intake = intake
         self._pass_work = functools.partial(parse.pass_work, records=records)
+        self._custom_work = functools.partial(parse.custom_work, records=records)
 
     async def Forward(self, request: trainer_pb2.ForwardRequest, context: Context):
         return await self._submit(pb.OPERATION_KIND_FORWARD, request, self._pass_work)
@@ -40,7 +40,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.CustomForwardBackwardRequest, context: Context
     ):
         kind = pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD
-        return await self._submit(kind, request, parse.custom_work)
+        return await self._submit(kind, request, self._custom_work)
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Context):
         kind = pb.OPERATION_KIND_OPTIM_STEP
@@ -62,20 +62,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return await self._submit(kind, request, lambda r, _: parse.load_checkpoint_work(r))
 
     async def _submit(
-        self, kind: pb.OperationKind, request: R, decode: Callable[[R, Limits], Work]
+        self, kind: pb.OperationKind, request: R, decode: Callable[[R, ModelInfo], Work]
     ) -> pb.Operation:
         session = self._sessions.running(request.session)  # pyright: ignore[reportAttributeAccessIssue]
         if session is None:
             return await self._recall(request)
         resource = self._sessions.resource_of(session)
-        limits = resource.model.limits
         return await self._intake.submit(
             session,
             resource.executor,
             kind,
             request,
             request_bytes.get(),
-            lambda: decode(request, limits),
+            lambda: decode(request, resource.model),
         )
 
     async def _recall(self, request: Message) -> pb.Operation:

@@ -6,6 +6,7 @@ import numpy as np
 
 from backend.generator.base import SampledSequence, SampleResult, Topk
 from backend.services.spans import check_spans
+from backend.services.target_tokens import encode_answer
 from together_post_training import tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import Sample
@@ -59,12 +60,6 @@ def _chunk_tokens(chunk: data_pb2.Chunk, what: str) -> Array:
 
 def sample(message: data_pb2.Sample, index: int) -> Sample:
     """As it was sent; `samples.check` decides whether it can be used."""
-    if message.HasField("routed_experts_key"):
-        raise fail(
-            Reason.UNIMPLEMENTED,
-            f"Sample {index}: routed_experts_key: this server does not replay MoE routing yet. Leave it out.",
-            sample=index,
-        )
     fields = message.loss_fn_inputs
     decoded = Sample(
         tokens=tokens(message.model_input, f"Sample {index}: model_input"),
@@ -94,18 +89,25 @@ def _check_spans(message: data_pb2.Sample, decoded: Sample, index: int) -> None:
 
 
 def sample_response(
-    result: SampleResult, policy_version: int, ids: list[str]
+    request: generator_pb2.SampleRequest, result: SampleResult, ids: list[str]
 ) -> generator_pb2.SampleResponse:
     """`ids`: one for each sequence."""
     response = generator_pb2.SampleResponse(
         sequences=[_sequence(s, i) for s, i in zip(result.sequences, ids, strict=True)],
         prompt_cache_hit_tokens=result.cache_hit_tokens,
-        policy_version=policy_version,
+        warnings=result.warnings,
     )
     if result.prompt_logprobs is not None:
         response.prompt_logprobs.CopyFrom(tensors.encode(result.prompt_logprobs))
     if result.topk_prompt is not None:
         response.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt))
+    if result.target_prompt_logprobs is not None:
+        response.target_prompt_logprobs.CopyFrom(
+            encode_answer(request.target_prompt_logprobs, result.target_prompt_logprobs)
+        )
+    if result.prompt_alt is not None:
+        tensors.encode_into(response.prompt_alt_tokens.tokens, result.prompt_alt.tokens)
+        tensors.encode_into(response.prompt_alt_tokens.logprobs, result.prompt_alt.logprobs)
     return response
 
 

@@ -20,11 +20,13 @@ from backend.operations.executor import Executor
 from backend.operations.intake import Intake
 from backend.operations.journal import Journal, SessionEntry
 from backend.operations.memory_journal import MemoryJournal
+from backend.operations.publishing import Published
 from backend.operations.registry import OperationRegistry
 from backend.operations.sequencer import Sequencer
 from backend.operations.session import Session
 from backend.operations.trainer_thread import TrainerThread
-from backend.resources.sequence_records import SequenceRecords
+from backend.operations.work import SyncType
+from backend.resources.sample_records import SampleRecords
 from backend.services import trainer_requests as parse
 from backend.trainer import bigram, bigram_trainer
 from backend.trainer.base import ADAMW, LoraConfig, OptimParams, Pass, PassResult, Weights
@@ -88,8 +90,13 @@ class WatchedTrainer(bigram_trainer.BigramTrainer):
 
 
 class Publisher:
-    async def publish(self, session: Session, sequence: int, weights: Weights) -> str:
-        return f"snapshots/session:{session.id}:{sequence}"
+    async def settle(self, session: Session) -> None:
+        pass
+
+    async def publish(
+        self, session: Session, sequence: int, weights: Weights, sync: SyncType
+    ) -> Published:
+        return Published(snapshot=f"snapshots/session:{session.id}:{sequence}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,14 +114,14 @@ class Bench:
 
     async def submit(self, request: Any) -> pb.Operation:
         kind, decode = _KINDS[type(request)]
-        limits = self.trainer.model.limits
+        model = self.trainer.model
         return await self.intake.submit(
             self.sessions[request.session],
             self.executor,
             kind,
             request,
             request.SerializeToString(),
-            lambda: decode(request, limits),
+            lambda: decode(request, model),
         )
 
     async def ended(self, sequence: int, session: str = "s") -> pb.Operation:
@@ -228,14 +235,15 @@ def step(sequence: int, learning_rate: float = 0.1, **fields: int) -> t.OptimSte
     return t.OptimStepRequest(session="s", sequence=sequence, adam=adam, **fields)  # pyright: ignore
 
 
-decode_pass = functools.partial(parse.pass_work, records=SequenceRecords(lambda: 0.0))
+_RECORDS = SampleRecords(lambda: 0.0)
+decode_pass = functools.partial(parse.pass_work, records=_RECORDS)
 
 _KINDS = {
     t.ForwardRequest: (pb.OPERATION_KIND_FORWARD, decode_pass),
     t.ForwardBackwardRequest: (pb.OPERATION_KIND_FORWARD_BACKWARD, decode_pass),
     t.CustomForwardBackwardRequest: (
         pb.OPERATION_KIND_CUSTOM_FORWARD_BACKWARD,
-        parse.custom_work,
+        functools.partial(parse.custom_work, records=_RECORDS),
     ),
     t.OptimStepRequest: (
         pb.OPERATION_KIND_OPTIM_STEP,

@@ -58,7 +58,7 @@ def weights_of_a_fresh_run(windows: Sequence[Sequence[int]]) -> Weights:
     trainer.create_session("s", LORA)
     for window in windows:
         for number in window:
-            work = decode_pass(good(number), trainer.model.limits).work
+            work = decode_pass(good(number), trainer.model).work
             assert isinstance(work, Pass)
             trainer.run(work)
         if window:
