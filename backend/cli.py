@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from backend import doctor, transfer
-from backend.config import DEFAULT_PORT, DEFAULT_STORE, ServerConfig
+from backend.config import (
+    DEFAULT_MAX_SAMPLING_CALLS,
+    DEFAULT_PORT,
+    DEFAULT_STORE,
+    ServerConfig,
+)
 from backend.resources.catalog import ModelSpec, parse_spec
 from backend.resources.engines import EngineOptions
 from together_post_training.errors import PostTrainingError
@@ -188,6 +193,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         deterministic=options.deterministic,
         engines=_engine_options(options),
         durability=options.durability,
+        max_sampling_calls=options.max_sampling_calls,
         gap_timeout_s=options.gap_timeout,
         grace_s=options.grace,
     )
@@ -200,6 +206,7 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         device=options.device,
         token_budget=options.token_budget,
         activation_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+        num_generator_replicas=options.generator_replicas,
     )
 
 
@@ -300,6 +307,23 @@ def _add_how_to_compute(serve: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that go through the trainer at once, unless a single sample has more; None: by what memory is "
         "free, at most 1024 on a CPU",
+    )
+    serve.add_argument(
+        "--generator-replicas",
+        type=_positive(int),
+        default=1,
+        metavar="N",
+        help="generators of each model, among which calls are shared out by load and by the prefixes that each has "
+        "read before. The built-in ones share the trainer's weights and its device: there, each more has a cache and a "
+        "thread of its own, and on a CPU no more cores",
+    )
+    serve.add_argument(
+        "--max-sampling-calls",
+        type=_positive(int),
+        default=DEFAULT_MAX_SAMPLING_CALLS,
+        metavar="N",
+        help="calls for samples and scores that are held at a time, waiting or running; clients try again when there "
+        "are more",
     )
     serve.add_argument(
         "--activation-memory",

@@ -10,6 +10,7 @@ from backend.resources.catalog import ModelSpec
 from backend.resources.engines import DEFAULT_OPTIONS, EngineOptions
 
 DEFAULT_PORT = 50051
+DEFAULT_MAX_SAMPLING_CALLS = 32_768
 DEFAULT_STORE = Path("~/.local/share/together-post-training")
 
 
@@ -54,7 +55,7 @@ class ServerConfig:
     clients that died, or that never held any."""
     snapshot_sweep_interval_s: float = 30.0
     """How often snapshots that are kept no longer are looked for."""
-    max_sampling_calls: int = 32_768
+    max_sampling_calls: int = DEFAULT_MAX_SAMPLING_CALLS
     """How many calls for samples and scores are held at a time: waiting, running, or answered and not fetched yet. One
     session, or one connection that samples from base models and checkpoints, may hold as many as it leaves to others,
     which is half when it is alone. More are refused, and clients try again."""

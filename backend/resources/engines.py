@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ from backend.resources.builtin import BIGRAM
 from backend.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
+
+_MAX_SAMPLING = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,9 @@ class EngineOptions:
     activation_bytes: int | None = None
     """Memory for what a pass keeps for backward; longer samples are computed twice. None: half of what is free."""
 
+    num_generator_replicas: int = 1
+    """Generators of each model, among which calls are shared out."""
+
 
 DEFAULT_OPTIONS = EngineOptions()
 
@@ -40,12 +45,14 @@ class Engines:
     tokenizer_dir: where the tokenizer's files lie; None: the model has none.
     max_sampling: calls that the generator is given at a time. Enough to keep it busy: the others wait outside, where
         they are cheap and nobody's many keep another's few waiting.
+    num_generator_replicas: how many generators it consists of.
     """
 
     trainer: Trainer
     generator: Generator
     tokenizer_dir: Path | None
-    max_sampling: int = 1024
+    max_sampling: int = _MAX_SAMPLING
+    num_generator_replicas: int = 1
 
 
 OpenEngines = Callable[[str, str], Engines]
@@ -63,24 +70,25 @@ def open_engines(name: str, path: str, options: EngineOptions = DEFAULT_OPTIONS)
     """
     if path != BIGRAM.name:
         return _open_torch(name, path, options)
-    if options != DEFAULT_OPTIONS:
+    if replace(options, num_generator_replicas=1) != DEFAULT_OPTIONS:
         log.warning(
             "%r has no use for the options of engines: it computes in float64 on the CPU", name
         )
-    return _open_bigram(path)
+    return _open_bigram(path, options)
 
 
-def _open_bigram(path: str) -> Engines:
+def _open_bigram(path: str, options: EngineOptions) -> Engines:
     from backend.generator.bigram import BigramGenerator
     from backend.trainer import bigram, bigram_trainer
 
     model = bigram.load(path)
     return Engines(
         trainer=bigram_trainer.BigramTrainer(model),
-        generator=BigramGenerator(model),
+        generator=_replicated(lambda: BigramGenerator(model), options),
         tokenizer_dir=None,
         # It computes on the event loop, a little of each call in turn.
         max_sampling=16,
+        num_generator_replicas=options.num_generator_replicas,
     )
 
 
@@ -95,6 +103,15 @@ def _open_torch(name: str, path: str, options: EngineOptions) -> Engines:
     )
     return Engines(
         trainer=trainer,
-        generator=EmbeddedGenerator(base),
+        generator=_replicated(lambda: EmbeddedGenerator(base), options),
         tokenizer_dir=base.tokenizer_dir,
+        max_sampling=_MAX_SAMPLING * options.num_generator_replicas,
+        num_generator_replicas=options.num_generator_replicas,
     )
+
+
+def _replicated(make: Callable[[], Generator], options: EngineOptions) -> Generator:
+    from backend.generator.replicas import Replicas
+
+    replicas = [make() for _ in range(options.num_generator_replicas)]
+    return Replicas(replicas) if len(replicas) > 1 else replicas[0]

@@ -31,6 +31,7 @@ class Resource:
     trainer: Trainer
     generator: Generator
     turns: Turns
+    num_generator_replicas: int
     thread: TrainerThread
     executor: Executor
     residency: Residency
@@ -58,6 +59,7 @@ class Resource:
             vocab_size=self.model.limits.vocab_size,
             num_sessions=self.num_sessions,
             full_weights_session=self.full_weights_session,
+            num_generator_replicas=self.num_generator_replicas,
         )
 
     async def close(self) -> None:
@@ -104,6 +106,7 @@ class ResourceFactory:
             trainer=engines.trainer,
             generator=engines.generator,
             turns=Turns(engines.max_sampling),
+            num_generator_replicas=engines.num_generator_replicas,
             thread=thread,
             executor=executor,
             residency=Residency(engines.generator, self.spill_dir, self.max_resident),

@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/together_post_training/v1/model_resources.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x95\x02\n\rModelResource\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12<\n\x05state\x18\x03 \x01(\x0e\x32-.together_post_training.v1.ModelResourceState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rmax_lora_rank\x18\x05 \x01(\x05\x12\x16\n\x0emax_seq_length\x18\x06 \x01(\x05\x12\x12\n\nvocab_size\x18\x07 \x01(\x05\x12\x14\n\x0cnum_sessions\x18\x08 \x01(\x05\x12\x1c\n\x14\x66ull_weights_session\x18\t \x01(\t\"0\n\x1a\x43reateModelResourceRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"%\n\x17GetModelResourceRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1b\n\x19ListModelResourcesRequest\"_\n\x1aListModelResourcesResponse\x12\x41\n\x0fmodel_resources\x18\x01 \x03(\x0b\x32(.together_post_training.v1.ModelResource\"?\n ExtendModelResourceExpiryRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x03\"5\n\x18StopModelResourceRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08*\x9d\x01\n\x12ModelResourceState\x12$\n MODEL_RESOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dMODEL_RESOURCE_STATE_CREATING\x10\x01\x12\x1e\n\x1aMODEL_RESOURCE_STATE_READY\x10\x02\x12\x1e\n\x1aMODEL_RESOURCE_STATE_ERROR\x10\x03\x32\xfd\x04\n\x14ModelResourceService\x12v\n\x13\x43reateModelResource\x12\x35.together_post_training.v1.CreateModelResourceRequest\x1a(.together_post_training.v1.ModelResource\x12p\n\x10GetModelResource\x12\x32.together_post_training.v1.GetModelResourceRequest\x1a(.together_post_training.v1.ModelResource\x12\x81\x01\n\x12ListModelResources\x12\x34.together_post_training.v1.ListModelResourcesRequest\x1a\x35.together_post_training.v1.ListModelResourcesResponse\x12\x82\x01\n\x19\x45xtendModelResourceExpiry\x12;.together_post_training.v1.ExtendModelResourceExpiryRequest\x1a(.together_post_training.v1.ModelResource\x12r\n\x11StopModelResource\x12\x33.together_post_training.v1.StopModelResourceRequest\x1a(.together_post_training.v1.ModelResourceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/together_post_training/v1/model_resources.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb5\x02\n\rModelResource\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12<\n\x05state\x18\x03 \x01(\x0e\x32-.together_post_training.v1.ModelResourceState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rmax_lora_rank\x18\x05 \x01(\x05\x12\x16\n\x0emax_seq_length\x18\x06 \x01(\x05\x12\x12\n\nvocab_size\x18\x07 \x01(\x05\x12\x14\n\x0cnum_sessions\x18\x08 \x01(\x05\x12\x1c\n\x14\x66ull_weights_session\x18\t \x01(\t\x12\x1e\n\x16num_generator_replicas\x18\n \x01(\x05\"0\n\x1a\x43reateModelResourceRequest\x12\x12\n\nbase_model\x18\x01 \x01(\t\"%\n\x17GetModelResourceRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1b\n\x19ListModelResourcesRequest\"_\n\x1aListModelResourcesResponse\x12\x41\n\x0fmodel_resources\x18\x01 \x03(\x0b\x32(.together_post_training.v1.ModelResource\"?\n ExtendModelResourceExpiryRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x03\"5\n\x18StopModelResourceRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08*\x9d\x01\n\x12ModelResourceState\x12$\n MODEL_RESOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dMODEL_RESOURCE_STATE_CREATING\x10\x01\x12\x1e\n\x1aMODEL_RESOURCE_STATE_READY\x10\x02\x12\x1e\n\x1aMODEL_RESOURCE_STATE_ERROR\x10\x03\x32\xfd\x04\n\x14ModelResourceService\x12v\n\x13\x43reateModelResource\x12\x35.together_post_training.v1.CreateModelResourceRequest\x1a(.together_post_training.v1.ModelResource\x12p\n\x10GetModelResource\x12\x32.together_post_training.v1.GetModelResourceRequest\x1a(.together_post_training.v1.ModelResource\x12\x81\x01\n\x12ListModelResources\x12\x34.together_post_training.v1.ListModelResourcesRequest\x1a\x35.together_post_training.v1.ListModelResourcesResponse\x12\x82\x01\n\x19\x45xtendModelResourceExpiry\x12;.together_post_training.v1.ExtendModelResourceExpiryRequest\x1a(.together_post_training.v1.ModelResource\x12r\n\x11StopModelResource\x12\x33.together_post_training.v1.StopModelResourceRequest\x1a(.together_post_training.v1.ModelResourceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'together_post_training.v1.model_resources_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELRESOURCESTATE']._serialized_start=727
-  _globals['_MODELRESOURCESTATE']._serialized_end=884
+  _globals['_MODELRESOURCESTATE']._serialized_start=759
+  _globals['_MODELRESOURCESTATE']._serialized_end=916
   _globals['_MODELRESOURCE']._serialized_start=112
-  _globals['_MODELRESOURCE']._serialized_end=389
-  _globals['_CREATEMODELRESOURCEREQUEST']._serialized_start=391
-  _globals['_CREATEMODELRESOURCEREQUEST']._serialized_end=439
-  _globals['_GETMODELRESOURCEREQUEST']._serialized_start=441
-  _globals['_GETMODELRESOURCEREQUEST']._serialized_end=478
-  _globals['_LISTMODELRESOURCESREQUEST']._serialized_start=480
-  _globals['_LISTMODELRESOURCESREQUEST']._serialized_end=507
-  _globals['_LISTMODELRESOURCESRESPONSE']._serialized_start=509
-  _globals['_LISTMODELRESOURCESRESPONSE']._serialized_end=604
-  _globals['_EXTENDMODELRESOURCEEXPIRYREQUEST']._serialized_start=606
-  _globals['_EXTENDMODELRESOURCEEXPIRYREQUEST']._serialized_end=669
-  _globals['_STOPMODELRESOURCEREQUEST']._serialized_start=671
-  _globals['_STOPMODELRESOURCEREQUEST']._serialized_end=724
-  _globals['_MODELRESOURCESERVICE']._serialized_start=887
-  _globals['_MODELRESOURCESERVICE']._serialized_end=1524
+  _globals['_MODELRESOURCE']._serialized_end=421
+  _globals['_CREATEMODELRESOURCEREQUEST']._serialized_start=423
+  _globals['_CREATEMODELRESOURCEREQUEST']._serialized_end=471
+  _globals['_GETMODELRESOURCEREQUEST']._serialized_start=473
+  _globals['_GETMODELRESOURCEREQUEST']._serialized_end=510
+  _globals['_LISTMODELRESOURCESREQUEST']._serialized_start=512
+  _globals['_LISTMODELRESOURCESREQUEST']._serialized_end=539
+  _globals['_LISTMODELRESOURCESRESPONSE']._serialized_start=541
+  _globals['_LISTMODELRESOURCESRESPONSE']._serialized_end=636
+  _globals['_EXTENDMODELRESOURCEEXPIRYREQUEST']._serialized_start=638
+  _globals['_EXTENDMODELRESOURCEEXPIRYREQUEST']._serialized_end=701
+  _globals['_STOPMODELRESOURCEREQUEST']._serialized_start=703
+  _globals['_STOPMODELRESOURCEREQUEST']._serialized_end=756
+  _globals['_MODELRESOURCESERVICE']._serialized_start=919
+  _globals['_MODELRESOURCESERVICE']._serialized_end=1556
 # @@protoc_insertion_point(module_scope)

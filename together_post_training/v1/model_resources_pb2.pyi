@@ -22,7 +22,7 @@ MODEL_RESOURCE_STATE_READY: ModelResourceState
 MODEL_RESOURCE_STATE_ERROR: ModelResourceState
 
 class ModelResource(_message.Message):
-    __slots__ = ("id", "base_model", "state", "create_time", "max_lora_rank", "max_seq_length", "vocab_size", "num_sessions", "full_weights_session")
+    __slots__ = ("id", "base_model", "state", "create_time", "max_lora_rank", "max_seq_length", "vocab_size", "num_sessions", "full_weights_session", "num_generator_replicas")
     ID_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ModelResource(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FULL_WEIGHTS_SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATOR_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     id: str
     base_model: str
     state: ModelResourceState
@@ -41,7 +42,8 @@ class ModelResource(_message.Message):
     vocab_size: int
     num_sessions: int
     full_weights_session: str
-    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., state: _Optional[_Union[ModelResourceState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., max_lora_rank: _Optional[int] = ..., max_seq_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_sessions: _Optional[int] = ..., full_weights_session: _Optional[str] = ...) -> None: ...
+    num_generator_replicas: int
+    def __init__(self, id: _Optional[str] = ..., base_model: _Optional[str] = ..., state: _Optional[_Union[ModelResourceState, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., max_lora_rank: _Optional[int] = ..., max_seq_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_sessions: _Optional[int] = ..., full_weights_session: _Optional[str] = ..., num_generator_replicas: _Optional[int] = ...) -> None: ...
 
 class CreateModelResourceRequest(_message.Message):
     __slots__ = ("base_model",)
