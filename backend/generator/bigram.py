@@ -7,10 +7,12 @@ Calls take turns at it, however many there are, and a cancelled call ends at its
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from backend.generator.base import SampleCall, SampledSequence, SampleResult
+from backend.generator.base import SampleCall, SampledSequence, SampleResult, Segment
 from backend.generator.prompt_scores import NumpyRows, PromptScores
 from backend.generator.sampling import Controls, TokenStream, draw, topk
 from backend.generator.stopping import StopMatcher
@@ -24,6 +26,18 @@ _STEP_SAMPLES = 32
 _STEP_SCORES = 64
 
 
+# From a token of a sequence on.
+_Part = tuple[Segment, Array]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Weights:
+    """What a call is sampled from now."""
+
+    snapshot: str | None
+    table: Array
+
+
 class BigramGenerator:
     """See `backend.generator.base.Generator`. A snapshot is its table of log-probabilities, [i, j] = log p(j | i)."""
 
@@ -31,6 +45,7 @@ class BigramGenerator:
         self._model = model
         self._base = model.logprobs(None)
         self._snapshots: dict[str, Array] = {}
+        self._following: set[_Weights] = set()
         self._is_closed = False
         # One step at a time: the loop looks at everything else before the next one.
         self._step = asyncio.Lock()
@@ -50,14 +65,22 @@ class BigramGenerator:
         del self._snapshots[snapshot]
 
     def move(self, old: str, new: str) -> None:
-        raise fail(Reason.UNIMPLEMENTED, "Calls cannot move to other weights yet.")
+        table = self._table(new)
+        for weights in self._following:
+            if weights.snapshot == old:
+                weights.snapshot, weights.table = new, table
 
     async def sample(self, call: SampleCall) -> SampleResult:
         if self._is_closed:
             raise fail(Reason.UNAVAILABLE, "The generator was closed.")
-        table = self._table(call.snapshot)
-        scores = await self._score_prompt(table, call)
-        sequences = await self._continue(table, call) if call.max_tokens else []
+        weights = _Weights(snapshot=call.snapshot, table=self._table(call.snapshot))
+        if call.follows:
+            self._following.add(weights)
+        try:
+            scores = await self._score_prompt(weights.table, call)
+            sequences = await self._continue(weights, call) if call.max_tokens else []
+        finally:
+            self._following.discard(weights)
         return scores.result(sequences)
 
     async def close(self) -> None:
@@ -81,10 +104,11 @@ class BigramGenerator:
                 scores.add(NumpyRows(table[call.prompt[scores.next - 1 : stop - 1]]), stop)
         return scores
 
-    async def _continue(self, table: Array, call: SampleCall) -> list[SampledSequence]:
+    async def _continue(self, weights: _Weights, call: SampleCall) -> list[SampledSequence]:
         streams = [TokenStream(call.seed + i) for i in range(call.num_samples)]
         matchers = [StopMatcher(call.stop, self._model.decode) for _ in streams]
         tokens: list[list[int]] = [[] for _ in streams]
+        parts: list[list[_Part]] = [[] for _ in streams]
         running, stopped = list(range(call.num_samples)), set()
         for position in range(call.max_tokens):
             for start in range(0, len(running), _STEP_SAMPLES):
@@ -93,26 +117,37 @@ class BigramGenerator:
                     await asyncio.sleep(0)
                     last = [tokens[i][-1] if position else int(call.prompt[-1]) for i in some]
                     uniforms = np.array([streams[i].uniform(position) for i in some])
+                    table = weights.table
                     drawn, _ = draw(table[last], Controls.of([call] * len(some)), uniforms)
+                    segment = Segment(snapshot=weights.snapshot, first_token=position)
                 for i, token in zip(some, drawn.tolist(), strict=True):
                     tokens[i].append(token)
+                    if not parts[i] or parts[i][-1][1] is not table:
+                        parts[i].append((segment, table))
                     if matchers[i].push(token):
                         stopped.add(i)
             running = [i for i in running if i not in stopped]
             if not running:
                 break
-        return [_sequence(table, call, t, i in stopped) for i, t in enumerate(tokens)]
+        return [_sequence(parts[i], call, tokens[i], i in stopped) for i in range(call.num_samples)]
 
 
 def _sequence(
-    table: Array, call: SampleCall, tokens: list[int], is_stopped: bool
+    parts: Sequence[_Part], call: SampleCall, tokens: list[int], is_stopped: bool
 ) -> SampledSequence:
-    contexts = np.array([call.prompt[-1], *tokens[:-1]], np.int64)
+    rows = _rows(parts, np.array([call.prompt[-1], *tokens[:-1]], np.int64))
     return SampledSequence(
         tokens=np.array(tokens, np.int32),
-        logprobs=table[contexts, tokens].astype(np.float32),
+        logprobs=rows[np.arange(len(tokens)), tokens].astype(np.float32),
         stop_reason="stop" if is_stopped else "length",
-        topk=topk(table[contexts], call.topk_sample_logprobs)
-        if call.topk_sample_logprobs
-        else None,
+        topk=topk(rows, call.topk_sample_logprobs) if call.topk_sample_logprobs else None,
+        segments=tuple(segment for segment, _ in parts),
+    )
+
+
+def _rows(parts: Sequence[_Part], contexts: Array) -> Array:
+    """The distributions after each context, (len(contexts), V), by the weights of its own time."""
+    ends = [segment.first_token for segment, _ in parts[1:]] + [len(contexts)]
+    return np.concatenate(
+        [table[contexts[s.first_token : end]] for (s, table), end in zip(parts, ends, strict=True)]
     )
