@@ -13,14 +13,12 @@ What differs from Tinker's own SDK:
 - Every future is a concurrent.futures.Future too. Cancelling one also cancels on the server what has not started.
 - An operation that follows an unseen failure in its gradient window fails, instead of stepping on half a batch.
 - A checkpoint name that is taken gives ConflictError at once, not after minutes of retries.
-- `prompt_logprobs_last_n` leaves the others out; it does not make the call cheaper.
 - Nothing is deprecated: no FutureWarning for the older spellings. No telemetry.
 - Ignored with a warning: retry_config, weights_access_token, project_id, unknown arguments of ServiceClient.
 - What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
 - Dimuon's formula is not public: it is Muon here, and its first step says so. Muon itself is there too
   (`tinker_compat.optimizers`).
-- Refused by name: kind="inflight", target_prompt_logprobs, prompt_alt_tokens_k,
-  RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
+- Refused by name: kind="inflight", RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
 
 `tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.
 """

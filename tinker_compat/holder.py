@@ -62,12 +62,14 @@ class Holder:
         if self._is_closed:
             raise RuntimeError("ServiceClient is closed")
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> OperationFuture[T]:
+    def start(
+        self, coroutine: Coroutine[Any, Any, T], on_result: Callable[[], None] | None = None
+    ) -> OperationFuture[T]:
         """Runs it on the background loop, unless the client is closed."""
         if self._is_closed:
             coroutine.close()
         self.check_open()
-        return start(coroutine)
+        return start(coroutine, on_result=on_result)
 
     def start_operation(
         self,

@@ -12,8 +12,8 @@ from tinker import types
 
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
-from tinker_compat.server_warnings import show
-from together_post_training.client.loop import background_loop, on_background_loop
+from tinker_compat.server_warnings import show_new
+from together_post_training.client.loop import background_loop
 from together_post_training.client.session import TrainerRequest, TrainingSession, Turn
 from together_post_training.v1 import operations_pb2
 
@@ -96,11 +96,5 @@ class Run:
     def _start(self, coroutine: Coroutine[Any, Any, T], turn: Turn) -> OperationFuture[T]:
         session, last = self.session, turn.sequences[-1]
         return self.holder.start_operation(
-            coroutine, lambda: session.failure_delivered(last), lambda: _show_warnings(session)
+            coroutine, lambda: session.failure_delivered(last), lambda: show_new(session.warnings)
         )
-
-
-def _show_warnings(session: TrainingSession) -> None:
-    """In the caller's thread. On the client's own loop, which looks at results too, they wait for the next one."""
-    if not on_background_loop():
-        show(session.take_warnings())

@@ -13,17 +13,20 @@ from typing import Any
 from tinker import types
 
 from tinker_compat.client_future import ClientFuture
-from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
 from tinker_compat.sample_conversion import (
     as_list,
     check_topk_sample_logprobs,
+    fill_alternatives,
+    fill_last_n,
+    fill_targets,
     logprobs_request,
     prompt_logprobs_from,
     sample_request,
     sample_response,
 )
+from tinker_compat.server_warnings import show_new
 from tinker_compat.tokenizer import get_tokenizer
 from together_post_training.client.address import parse_address, resolve_key
 from together_post_training.client.channel import Connection, FixedServer
@@ -89,27 +92,31 @@ class SamplingClient:
 
         The token or tokens that complete a stop are the last of `tokens`. With a seed, sample i uses seed + i.
 
+        Args:
+            target_prompt_logprobs: int64 [len(prompt) - 1, K], dense or CSR; row i names tokens whose logprobs at
+                prompt position i + 1 are wanted, -1 none.
+            prompt_alt_tokens_k: tokens to draw at each prompt position after the first, at the request's temperature.
+            prompt_logprobs_last_n: scores only so many of the prompt's last tokens.
+
         Raises:
             ValueError: for arguments of the wrong kind or in the wrong order.
-            BadRequestError: for target_prompt_logprobs and prompt_alt_tokens_k, which are not supported.
+            BadRequestError: for what the installed tinker package's response has no place for.
         """
-        if target_prompt_logprobs is not None:
-            refuse("target_prompt_logprobs is not supported; use topk_prompt_logprobs.")
-        if prompt_alt_tokens_k:
-            refuse(f"prompt_alt_tokens_k={prompt_alt_tokens_k} is not supported; use 0.")
         check_topk_sample_logprobs(topk_sample_logprobs)
-        _check_last_n(prompt_logprobs_last_n, include_prompt_logprobs)
         request = sample_request(prompt, num_samples, sampling_params)
         request.prompt_logprobs = include_prompt_logprobs
+        fill_last_n(request, prompt_logprobs_last_n)
+        fill_targets(request, target_prompt_logprobs)
+        fill_alternatives(request, prompt_alt_tokens_k)
         request.topk_prompt_logprobs = topk_prompt_logprobs
         request.topk_sample_logprobs = topk_sample_logprobs
         request.record_stability_info = self._core.record_stability_info
         sampler = self._core.sampler
 
         async def run() -> types.SampleResponse:
-            return sample_response(await sampler.sample(request), prompt_logprobs_last_n)
+            return sample_response(await sampler.sample(request), request)
 
-        return self._core.holder.start(run())
+        return self._core.holder.start(run(), lambda: show_new(sampler.warnings))
 
     async def sample_async(
         self,
@@ -140,16 +147,16 @@ class SamplingClient:
     def compute_logprobs(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> OperationFuture[list[float | None]]:
-        """log p(token | the ones before it) for each token of the prompt; None for the first."""
-        _check_last_n(prompt_logprobs_last_n, include_prompt_logprobs=True)
-        request = logprobs_request(prompt)
+        """log p(token | the ones before it) for each token of the prompt; None for the first, and for those before the
+        last n."""
+        request = logprobs_request(prompt, prompt_logprobs_last_n)
         sampler = self._core.sampler
 
         async def run() -> list[float | None]:
             response = await sampler.compute_logprobs(request)
             return as_list(prompt_logprobs_from(response.logprobs, prompt_logprobs_last_n))
 
-        return self._core.holder.start(run())
+        return self._core.holder.start(run(), lambda: show_new(sampler.warnings))
 
     async def compute_logprobs_async(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
@@ -242,17 +249,6 @@ def check_retry_config(retry_config: Any) -> None:
             "retry_config is ignored: calls are retried by the client's own policy, for up to 5 minutes while the "
             "server is away.",
             stacklevel=3,
-        )
-
-
-def _check_last_n(last_n: int | None, include_prompt_logprobs: bool) -> None:
-    if last_n is None:
-        return
-    if last_n < 1:
-        raise ValueError(f"prompt_logprobs_last_n must be 1 or greater, got {last_n}")
-    if not include_prompt_logprobs:
-        raise ValueError(
-            "prompt_logprobs_last_n applies to prompt logprobs; set include_prompt_logprobs"
         )
 
 

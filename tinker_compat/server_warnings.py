@@ -7,10 +7,19 @@ import sys
 import warnings
 from collections.abc import Iterable
 
+from together_post_training.client.loop import on_background_loop
+from together_post_training.client.server_warnings import ServerWarnings
+
 logger = logging.getLogger(__name__)
 
 # Frames between the caller's line and here.
 _OURS = ("tinker_compat", "asyncio", "concurrent")
+
+
+def show_new(of: ServerWarnings) -> None:
+    """In the caller's thread. On the client's own loop, which looks at results too, they wait for the next one."""
+    if not on_background_loop():
+        show(of.take())
 
 
 def show(texts: Iterable[str]) -> None:

@@ -56,8 +56,8 @@ def encode_csr(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Csr:
-    """A (rows, columns) matrix by its stored values (nnz,): row i's are number crow_indices[i] up to crow_indices[i + 1],
-    in the columns col_indices (nnz,)."""
+    """A (rows, columns) matrix by its stored values (nnz,): row i's are number crow_indices[i] up to
+    crow_indices[i + 1], in the columns col_indices (nnz,)."""
 
     values: np.ndarray
     crow_indices: np.ndarray

@@ -79,6 +79,8 @@ class FakeService:
         self.unfinished: set[int] = set()
         # What operations warn of, by sequence number.
         self.warnings: dict[int, list[str]] = {}
+        # What samples and scores warn of, by their order.
+        self.sample_warnings: list[list[str]] = []
         # Raises to fail an operation.
         self.behave: Callable[[Any], None] = lambda request: None
         # By base model.
@@ -126,7 +128,7 @@ class FakeService:
         sessions_pb2_grpc.add_SessionServiceServicer_to_server(_Sessions(self), self._server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(_Trainer(self), self._server)
         operations_pb2_grpc.add_OperationServiceServicer_to_server(_Operations(self), self._server)
-        generator_pb2_grpc.add_GeneratorServiceServicer_to_server(_Generator(), self._server)
+        generator_pb2_grpc.add_GeneratorServiceServicer_to_server(_Generator(self), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -306,6 +308,12 @@ class _Operations(operations_pb2_grpc.OperationServiceServicer):
 
 
 class _Generator(generator_pb2_grpc.GeneratorServiceServicer):
+    def __init__(self, fake: FakeService) -> None:
+        self._fake = fake
+
+    def _warnings(self) -> list[str]:
+        return self._fake.sample_warnings.pop(0) if self._fake.sample_warnings else []
+
     async def OpenSnapshot(self, request: Any, context: Any) -> generator_pb2.Snapshot:
         return generator_pb2.Snapshot(
             name="snapshots/fake", base_model=request.base_model or "fake"
@@ -318,13 +326,17 @@ class _Generator(generator_pb2_grpc.GeneratorServiceServicer):
             tokens=np.arange(2, dtype="<i4").tobytes(),
             logprobs=np.zeros(2, dtype="<f4").tobytes(),
         )
-        return generator_pb2.SampleResponse(sequences=[sequence] * request.num_samples)
+        return generator_pb2.SampleResponse(
+            sequences=[sequence] * request.num_samples, warnings=self._warnings()
+        )
 
     async def ComputeLogprobs(
         self, request: Any, context: Any
     ) -> generator_pb2.ComputeLogprobsResponse:
         values = np.array([np.nan, LOGPROB], dtype="<f4")
-        return generator_pb2.ComputeLogprobsResponse(logprobs=tensors.encode(values))
+        return generator_pb2.ComputeLogprobsResponse(
+            logprobs=tensors.encode(values), warnings=self._warnings()
+        )
 
 
 def _passed(operation: operations_pb2.Operation, request: Any) -> None:

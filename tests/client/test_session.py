@@ -114,7 +114,7 @@ def test_warnings_name_samples_by_their_place_in_the_call(fake):
     fake.warnings.update({1: ["Sample 2: shifted."], 2: ["Sample 0: shifted.", "Samples vary."]})
     session = open_session(fake)
     submit(session, *passes(3, 2)).result(5)
-    assert session.take_warnings() == ["Sample 2: shifted.", "Sample 3: shifted.", "Samples vary."]
+    assert session.warnings.take() == ["Sample 2: shifted.", "Sample 3: shifted.", "Samples vary."]
 
 
 def test_a_submission_that_is_tried_again_is_the_same_bytes(fake):

@@ -13,8 +13,15 @@ from tinker import types
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
 from tests.compat.data import HIT, MISS, close, greedy, prompt
+from tinker_compat.sample_conversion import sample_response
+from together_post_training import tensors
+from together_post_training.v1 import generator_pb2 as pb
 
 HAS_TOPK_SAMPLE = hasattr(types.SampledSequence, "topk_logprobs")
+HAS_PLACES = hasattr(types.SampleResponse, "target_prompt_logprobs")
+needs_places = pytest.mark.skipif(
+    not HAS_PLACES, reason="the installed tinker has no place for them"
+)
 
 
 def tokens_of(response: types.SampleResponse) -> list[list[int]]:
@@ -164,19 +171,184 @@ def test_hundreds_of_samples_at_once_are_all_answered_in_their_places(sampler):
     assert [tokens_of(r) for r in responses] == [[[(i + 1) % 16]] for i in range(400)]
 
 
+def targets_of(rows: list[list[int]]) -> types.TensorData:
+    return types.TensorData(data=np.array(rows), dtype="int64", shape=[len(rows), len(rows[0])])
+
+
+@needs_places
+def test_target_prompt_logprobs_are_those_of_the_named_tokens(sampler):
+    """In the shape they were asked for in, 0.0 where nothing was."""
+    targets = targets_of([[4, 9, -1], [-1, -1, -1], [6, 6, 0]])
+    response = sampler.sample(
+        prompt(3, 4, 5, 9), 2, greedy(1), target_prompt_logprobs=targets
+    ).result()
+    answer = response.target_prompt_logprobs
+    assert type(answer) is types.TensorData
+    assert (answer.dtype, answer.shape) == ("float32", [3, 3])
+    assert answer.tolist() == [
+        close([HIT, MISS, 0.0]),
+        [0.0, 0.0, 0.0],
+        close([HIT, HIT, MISS]),
+    ]
+    assert response.prompt_logprobs is None
+
+
+@needs_places
+def test_sparse_targets_are_answered_in_their_own_layout(sampler):
+    """Columns 1 and 3 of row 0, none of row 1, column 0 of row 2; a stored -1 is answered with 0."""
+    targets = types.TensorData(
+        data=[4, -1, 6],
+        dtype="int64",
+        shape=[3, 5],
+        sparse_crow_indices=[0, 2, 2, 3],
+        sparse_col_indices=[1, 3, 0],
+    )
+    response = sampler.sample(
+        prompt(3, 4, 5, 9), 1, greedy(1), target_prompt_logprobs=targets
+    ).result()
+    answer = response.target_prompt_logprobs
+    assert (answer.dtype, answer.shape) == ("float32", [3, 5])
+    assert answer.sparse_crow_indices == [0, 2, 2, 3]
+    assert answer.sparse_col_indices == [1, 3, 0]
+    assert answer.data == close([HIT, 0.0, HIT])
+
+
+@needs_places
+def test_targets_that_torch_made_sparse_come_back_as_it_reads_them(sampler):
+    """As Tinker's documentation does: one candidate at the last position of the prompt."""
+    torch = pytest.importorskip("torch")
+    ids = torch.full((9, 2), -1, dtype=torch.int64)
+    ids[8, 1] = 2
+    targets = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+    assert targets.sparse_crow_indices is not None
+    tokens = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    response = sampler.sample(
+        prompt(*tokens), 1, greedy(1), include_prompt_logprobs=True, target_prompt_logprobs=targets
+    ).result()
+    assert response.target_prompt_logprobs.to_torch()[8, 1].item() == close(MISS)
+    assert response.prompt_logprobs[9] == close(HIT)
+
+
+@needs_places
+def test_prompt_alt_tokens_are_drawn_at_every_position_after_the_first(sampler):
+    params = types.SamplingParams(max_tokens=3, seed=5, temperature=3.0)
+    plain = sampler.sample(prompt(3, 4, 5), 2, params).result()
+    response = sampler.sample(prompt(3, 4, 5), 2, params, prompt_alt_tokens_k=100).result()
+    drawn = response.prompt_alt_tokens
+    assert (drawn.tokens.dtype, drawn.tokens.shape) == ("int64", [2, 100])
+    assert (drawn.logprobs.dtype, drawn.logprobs.shape) == ("float32", [2, 100])
+    tokens, logprobs = drawn.tokens.to_numpy(), drawn.logprobs.to_numpy()
+    expected = np.where(tokens == [[4], [5]], HIT, MISS)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    assert len(np.unique(tokens)) > 8
+    assert tokens[0].tolist() != tokens[1].tolist()
+    again = sampler.sample(prompt(3, 4, 5), 2, params, prompt_alt_tokens_k=100).result()
+    assert again.prompt_alt_tokens.tokens.tolist() == tokens.tolist()
+    assert tokens_of(response) == tokens_of(plain), "asking for them changes no sample"
+    greedily = sampler.sample(prompt(3, 4, 5), 1, greedy(1), prompt_alt_tokens_k=2).result()
+    assert greedily.prompt_alt_tokens.tokens.tolist() == [[4, 4], [5, 5]]
+
+
+@needs_places
+def test_everything_can_be_asked_of_a_prompt_at_once(sampler):
+    """Of 4 samples the prompt is scored once (LG-05)."""
+    response = sampler.sample(
+        prompt(3, 4, 5, 9),
+        4,
+        greedy(2),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        target_prompt_logprobs=targets_of([[4], [-1], [-1]]),
+        prompt_alt_tokens_k=3,
+        prompt_logprobs_last_n=1,
+    ).result()
+    assert len(response.sequences) == 4
+    assert response.prompt_logprobs == [None, None, None, close(MISS)]
+    assert [row is None for row in response.topk_prompt_logprobs] == [True, True, True, False]
+    assert response.target_prompt_logprobs.tolist() == [close([HIT]), [0.0], [0.0]]
+    assert response.prompt_alt_tokens.tokens.shape == [3, 3]
+    assert [len(s.topk_logprobs) for s in response.sequences] == [2] * 4
+
+
+@needs_places
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (targets_of([[4], [5], [6]]), r"shape \[3, 1\].*3 tokens"),
+        (targets_of([[4], [16]]), "token id 16"),
+        (targets_of([[-2], [4]]), "token id -2"),
+        (targets_of([[-1], [-1]]), "name at least one"),
+    ],
+)
+def test_targets_that_do_not_fit_the_prompt_or_the_model_are_refused(sampler, targets, says):
+    with pytest.raises(tinker.BadRequestError, match=says):
+        sampler.sample(prompt(3, 4, 5), 1, greedy(1), target_prompt_logprobs=targets).result()
+
+
+@pytest.mark.parametrize("last_n", [3, 4])
+def test_as_many_last_logprobs_as_the_prompt_has_tokens_are_refused(sampler, last_n):
+    """The first token has none."""
+    with pytest.raises(tinker.BadRequestError, match=f"is {last_n}: .*has 3 tokens"):
+        sampler.compute_logprobs(prompt(3, 4, 5), prompt_logprobs_last_n=last_n).result()
+    options = {"include_prompt_logprobs": True, "prompt_logprobs_last_n": last_n}
+    with pytest.raises(tinker.BadRequestError, match=f"is {last_n}: "):
+        sampler.sample(prompt(3, 4, 5), 1, greedy(1), **options).result()
+
+
+@pytest.mark.skipif(HAS_PLACES, reason="the installed tinker has places for them")
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2"),
+        ({"target_prompt_logprobs": targets_of([[1]])}, "target_prompt_logprobs"),
+    ],
+)
+def test_what_an_older_tinker_has_no_place_for_is_refused_by_name(sampler, options, name):
+    with pytest.raises(tinker.BadRequestError, match=name):
+        sampler.sample(prompt(3, 4), 1, greedy(1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2"),
+        ({"target_prompt_logprobs": targets_of([[1]])}, "target_prompt_logprobs"),
         (
-            {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64", shape=[1, 1])},
-            "target_prompt_logprobs",
+            {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 1},
+            "prompt_logprobs_last_n=1",
         ),
     ],
 )
-def test_options_that_are_not_supported_are_refused_by_name(sampler, options, name):
-    with pytest.raises(tinker.BadRequestError, match=name):
-        sampler.sample(prompt(3, 4), 1, greedy(1), **options)
+def test_what_an_old_server_passes_over_is_no_answer(options, name):
+    """It does not know the fields, and answers all the same."""
+    request = pb.SampleRequest()
+    if "prompt_alt_tokens_k" in options:
+        request.prompt_alt_tokens_k = 2
+    elif "target_prompt_logprobs" in options:
+        request.target_prompt_logprobs.SetInParent()
+    else:
+        request.prompt_logprobs_last_n = 1
+    answer = pb.SampleResponse(
+        prompt_logprobs=tensors.encode(np.array([np.nan, -1, -1], np.float32))
+    )
+    with pytest.raises(RuntimeError, match=f"{name} was asked for.*too old"):
+        sample_response(answer, request)
+
+
+def test_the_server_is_told_how_many_last_tokens_to_score(fake):
+    """It leaves the others out itself, which makes the call cheaper."""
+    opened = tinker.ServiceClient(base_url=fake.address).create_sampling_client(base_model="fake")
+    opened.sample(
+        prompt(1, 2, 3), 1, greedy(1), include_prompt_logprobs=True, prompt_logprobs_last_n=1
+    ).result()
+    opened.sample(prompt(1, 2), 1, greedy(1)).result()
+    opened.compute_logprobs(prompt(1, 2), prompt_logprobs_last_n=1).result()
+    opened.compute_logprobs(prompt(1, 2)).result()
+    some, every = fake.received("Sample")
+    assert (some.prompt_logprobs_last_n, every.HasField("prompt_logprobs_last_n")) == (1, False)
+    some, every = fake.received("ComputeLogprobs")
+    assert (some.last_n, every.HasField("last_n")) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +356,22 @@ def test_options_that_are_not_supported_are_refused_by_name(sampler, options, na
     [
         ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "1 or greater, got 0"),
         ({"prompt_logprobs_last_n": 1}, "set include_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": -1}, "0 or greater, got -1"),
+        (
+            {"target_prompt_logprobs": types.TensorData(data=[1.0], dtype="float32", shape=[1, 1])},
+            "float32",
+        ),
+        (
+            {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64", shape=[1])},
+            r"shape \[1\]: it must be 2-D",
+        ),
+        (
+            {"target_prompt_logprobs": types.TensorData(data=[1], dtype="int64")},
+            "shape None: it must be 2-D",
+        ),
     ],
 )
-def test_the_number_of_last_prompt_logprobs_is_checked_at_the_call(sampler, options, message):
+def test_what_is_asked_of_a_prompt_is_checked_at_the_call(sampler, options, message):
     with pytest.raises(ValueError, match=message):
         sampler.sample(prompt(3, 4), 1, greedy(1), **options)
 

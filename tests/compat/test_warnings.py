@@ -179,3 +179,31 @@ def test_bounds_that_are_offsets_are_warned_of_once(client):
             client.forward_backward(data, "ppo", given).result()
     (warning,) = caught
     assert "0.2 .. 0.2" in str(warning.message)
+
+
+def test_warnings_of_samples_and_scores_are_shown_once_per_client_at_the_callers_line(fake):
+    fake.sample_warnings = [["no seeds here"], ["no seeds here", "two"], ["three"]]
+    service = tinker.ServiceClient(base_url=fake.address)
+    sampler = service.create_sampling_client(base_model="fake").result()
+    prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
+
+    async def wait() -> None:
+        await sampler.sample(prompt, 1, params)
+        await sampler.compute_logprobs_async(prompt)
+
+    def use() -> None:
+        sampler.sample(prompt, 1, params).result()
+        asyncio.run(wait())
+
+    caught = shown(fake, use)
+    assert [str(warning.message) for warning in caught] == ["no seeds here", "two", "three"]
+    assert [warning.category for warning in caught] == [UserWarning] * 3
+    lines = [linecache.getline(warning.filename, warning.lineno).strip() for warning in caught]
+    assert lines == [
+        "sampler.sample(prompt, 1, params).result()",
+        "await sampler.sample(prompt, 1, params)",
+        "await sampler.compute_logprobs_async(prompt)",
+    ]
+    fake.sample_warnings = [["no seeds here"]]
+    other = service.create_sampling_client(base_model="fake").result()
+    assert len(shown(fake, other.sample(prompt, 1, params).result)) == 1

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from together_post_training.client.channel import Connection
+from together_post_training.client.server_warnings import ServerWarnings
 from together_post_training.v1 import generator_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Answers from the same weights for ever. Needs no order: any number of calls may run at once."""
+    """Answers from the same weights for ever. Needs no order: any number of calls may run at once.
+
+    warnings: what the server wants the caller to know of answers that came.
+    """
 
     connection: Connection
     snapshot: str
     base_model: str
+    warnings: ServerWarnings = field(default_factory=ServerWarnings, compare=False, repr=False)
 
     async def sample(self, request: generator_pb2.SampleRequest) -> generator_pb2.SampleResponse:
         """Cancelling it frees its share of the server."""
         request.snapshot = self.snapshot
-        return await self.connection.call("generator.Sample", request)
+        response = await self.connection.call("generator.Sample", request)
+        self.warnings.note(response.warnings)
+        return response
 
     async def compute_logprobs(
         self, request: generator_pb2.ComputeLogprobsRequest
     ) -> generator_pb2.ComputeLogprobsResponse:
         request.snapshot = self.snapshot
-        return await self.connection.call("generator.ComputeLogprobs", request)
+        response = await self.connection.call("generator.ComputeLogprobs", request)
+        self.warnings.note(response.warnings)
+        return response
 
 
 async def open_base_model(connection: Connection, base_model: str) -> Sampler:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from together_post_training.client.channel import Connection
 from together_post_training.client.loop import background_loop
 from together_post_training.client.numbering import first_samples, renumbered, renumbered_error
+from together_post_training.client.server_warnings import ServerWarnings
 from together_post_training.client.status import operation_error
 from together_post_training.errors import ConnectionLostError, PostTrainingError, Reason
 from together_post_training.names import operation_name
@@ -83,10 +84,12 @@ async def create_session(
 
 
 class TrainingSession:
-    """One session. `reserve`, `number`, `failure_delivered` and `take_warnings` may be called from any thread;
-    coroutines run on the background loop.
+    """One session. `reserve`, `number`, `failure_delivered` and `warnings` may be used from any thread; coroutines run
+    on the background loop.
 
     The order of operations is the order of `reserve` calls, whatever happens on the wire.
+
+    warnings: what the server wants the caller to know of operations that have ended.
     """
 
     def __init__(self, connection: Connection, info: sessions_pb2.Session) -> None:
@@ -95,9 +98,7 @@ class TrainingSession:
         self._lock = threading.Lock()
         self._next_sequence = 1
         self._failures_seen = 0
-        # Texts that operations brought: all of them, and those not taken yet.
-        self._warnings: set[str] = set()
-        self._new_warnings: list[str] = []
+        self.warnings = ServerWarnings()
         self._submitting = asyncio.Semaphore(_MAX_SUBMITTING)
         # Numbers that the server may never have seen, because submitting them failed.
         self._unsettled: set[int] = set()
@@ -126,12 +127,6 @@ class TrainingSession:
         with self._lock:
             self._failures_seen = max(self._failures_seen, sequence)
 
-    def take_warnings(self) -> list[str]:
-        """What the server wants the caller to know, from operations that have ended since; each text once."""
-        with self._lock:
-            taken, self._new_warnings = self._new_warnings, []
-        return taken
-
     async def run(
         self, requests: Sequence[TrainerRequest], *, after: Awaitable[None] | None = None
     ) -> list[ops.Operation]:
@@ -159,7 +154,7 @@ class TrainingSession:
                 failures.append(renumbered_error(outcome, first))
             else:
                 operations.append(outcome)
-                self._note_warnings(renumbered(text, first) for text in outcome.warnings)
+                self.warnings.note(renumbered(text, first) for text in outcome.warnings)
         if failures:
             raise failures[0]
         return operations
@@ -181,13 +176,6 @@ class TrainingSession:
         """Ends the session on the server. What has not started is cancelled."""
         request = sessions_pb2.StopSessionRequest(id=self.id)
         await self.connection.call("sessions.StopSession", request)
-
-    def _note_warnings(self, texts: Iterable[str]) -> None:
-        with self._lock:
-            for text in texts:
-                if text not in self._warnings:
-                    self._warnings.add(text)
-                    self._new_warnings.append(text)
 
     async def _run_one(self, request: TrainerRequest) -> ops.Operation:
         operation = await self._submit(request)
