@@ -46,6 +46,14 @@ class Bench:
     def add(self, snapshot: str, weights: Weights) -> None:
         self.wait(self.generator.add_snapshot(snapshot, weights))
 
+    def drop(self, snapshot: str) -> None:
+        """From the event loop, as the service does."""
+
+        async def drop() -> None:
+            self.generator.drop_snapshot(snapshot)
+
+        self.wait(drop())
+
     def sample(self, call: SampleCall) -> SampleResult:
         return self.wait(self.generator.sample(call))
 

@@ -131,7 +131,7 @@ def test_law_15_full_weights_are_sampled_with_the_logprobs_of_forward(bench: Ben
         scored = bench.sample(scoring).prompt_logprobs
         assert scored is not None
         np.testing.assert_allclose(scored[1:], logprobs, rtol=0, atol=bench.tolerance)
-    bench.generator.drop_snapshot(snapshot)
+    bench.drop(snapshot)
 
 
 def test_law_14_snapshots_of_full_weights_stay_beside_base_and_adapters(bench: Bench, full: str):
@@ -155,7 +155,7 @@ def test_law_14_snapshots_of_full_weights_stay_beside_base_and_adapters(bench: B
     assert len({round(float(lp), 4) for lp in first}) == len(first), "they are different models"
     for name in names[1:]:
         assert name is not None
-        bench.generator.drop_snapshot(name)
+        bench.drop(name)
 
 
 def test_snapshot_that_does_not_fit_the_model_is_refused_by_name(bench: Bench, full: str):

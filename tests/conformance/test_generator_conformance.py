@@ -191,7 +191,7 @@ def test_unknown_and_dropped_snapshots_are_not_found(bench: Bench):
     snapshot = bench.publish(bench.session())
     asked = call([1], snapshot=snapshot, max_tokens=2)
     bench.sample(asked)
-    bench.generator.drop_snapshot(snapshot)
+    bench.drop(snapshot)
     for name in (snapshot, "never-made"):
         with pytest.raises(PostTrainingError, match=name) as error:
             bench.sample(replace(asked, snapshot=name))
