@@ -18,6 +18,7 @@ import torch
 
 from backend.generator.base import Generator
 from backend.generator.embedded import EmbeddedGenerator
+from backend.generator.replicas import Replicas
 from backend.trainer import base_model
 from backend.trainer.base import Trainer
 from backend.trainer.bigram import BigramModel, load
@@ -39,6 +40,11 @@ def _pair(model: BigramModel) -> tuple[Trainer, Generator]:
     return model.trainer(), model.generator()
 
 
+def _bigram_replicas(count: int) -> tuple[Trainer, Generator]:
+    model = _random_bigram()
+    return model.trainer(), Replicas([model.generator() for _ in range(count)])
+
+
 def _random_bigram() -> BigramModel:
     """Logits with a spread of about 2, so that a shift or a dropped adapter shows."""
     head = np.random.default_rng(7).normal(scale=2.0, size=(48, 48))
@@ -46,13 +52,14 @@ def _random_bigram() -> BigramModel:
 
 
 def _torch(
-    make: Callable[[Path], Path], device: base_model.Device = "cpu"
+    make: Callable[[Path], Path], device: base_model.Device = "cpu", *, num_generators: int = 1
 ) -> tuple[Trainer, Generator]:
-    """Both engines on one copy of the weights."""
+    """All engines on one copy of the weights."""
     with tempfile.TemporaryDirectory() as scratch:
         where = str(make(Path(scratch) / "model"))
         base = base_model.load("torch", where, dtype="float32", device=device)
-    return TorchTrainer(base), EmbeddedGenerator(base)
+    generators = [EmbeddedGenerator(base) for _ in range(num_generators)]
+    return TorchTrainer(base), Replicas(generators) if num_generators > 1 else generators[0]
 
 
 ENGINES = [
@@ -69,6 +76,12 @@ ENGINES = [
         is_succ16=False,
         tolerance=1e-6,
     ),
+    Engine(
+        name="random-bigram-replicas",
+        start=lambda: _bigram_replicas(3),
+        is_succ16=False,
+        tolerance=1e-6,
+    ),
     # float32 on weights that are large on purpose: ways to add up differ by up to 8e-5.
     Engine(
         name="torch-succ16",
@@ -79,6 +92,12 @@ ENGINES = [
     Engine(
         name="torch-qwen3",
         start=lambda: _torch(lambda directory: models.rand(directory, "qwen3")),
+        is_succ16=False,
+        tolerance=1e-4,
+    ),
+    Engine(
+        name="torch-qwen3-replicas",
+        start=lambda: _torch(lambda directory: models.rand(directory, "qwen3"), num_generators=2),
         is_succ16=False,
         tolerance=1e-4,
     ),
