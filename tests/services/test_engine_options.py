@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from backend import cli
+from backend.generator.replicas import Replicas
 from backend.resources.engines import DEFAULT_OPTIONS, EngineOptions, open_engines
 from backend.trainer.torch_trainer import TorchTrainer
+from tests.services.harness import serving
 from together_post_training.errors import PostTrainingError, Reason
+from together_post_training.v1 import model_resources_pb2
 
 
 def options(*arguments: str) -> EngineOptions:
@@ -23,9 +26,14 @@ def test_options_are_chosen_by_the_machine_unless_given():
     given = options(
         *("--dtype", "bfloat16", "--device", "cpu"),
         *("--token-budget", "200", "--activation-memory", "0.5"),
+        *("--generator-replicas", "3"),
     )
     assert given == EngineOptions(
-        dtype="bfloat16", device="cpu", token_budget=200, activation_bytes=2**29
+        dtype="bfloat16",
+        device="cpu",
+        token_budget=200,
+        activation_bytes=2**29,
+        num_generator_replicas=3,
     )
 
 
@@ -34,6 +42,8 @@ def test_options_are_chosen_by_the_machine_unless_given():
     [
         ("--token-budget", "0", "a whole number above 0"),
         ("--token-budget", "many", "a whole number above 0"),
+        ("--generator-replicas", "0", "a whole number above 0"),
+        ("--max-sampling-calls", "0", "a whole number above 0"),
         ("--activation-memory", "-1", "a number above 0"),
         ("--activation-memory", "inf", "a number above 0"),
         ("--gap-timeout", "nan", "a number above 0"),
@@ -67,6 +77,19 @@ def test_exact_bigram_says_that_it_has_no_use_for_them(caplog):
     assert not caplog.records
     open_engines("b", "builtin:bigram16", EngineOptions(dtype="bfloat16"))
     assert "no use for the options" in caplog.text
+
+
+def test_replicas_are_as_many_as_the_options_say(tmp_path, caplog):
+    options_ = EngineOptions(num_generator_replicas=2)
+    engines = open_engines("b", "builtin:bigram16", options_)
+    assert isinstance(engines.generator, Replicas)
+    assert not caplog.records
+    with serving(tmp_path, engines=lambda name, path: engines) as running:
+        request = model_resources_pb2.ListModelResourcesRequest()
+        (shown,) = running.caller.resources.ListModelResources(request).model_resources
+        assert shown.num_generator_replicas == 2
+        running.caller.session().train([3, 4])
+        assert running.caller.score(running.caller.open(base_model="builtin:bigram16"), [1, 2])[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
