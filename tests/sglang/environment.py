@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,28 +28,28 @@ LORA_ARGUMENTS = (
     # This LoRA backend applies an adapter of the output head to the wrong rows when one step reads several prompts.
     "--prefill-max-requests=1",
 )
-_VARIABLES = {
+# What a server on a CPU is told besides.
+VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     # Logprobs of the untempered distribution, whatever the temperature.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "1",
+}
+# What this installation needs, whoever starts a server in it.
+_OWN_VARIABLES = {
     # Its sitecustomize.py and sgl_kernel.
     "PYTHONPATH": str(Path(__file__).parent / "stubs"),
+    "OMP_NUM_THREADS": "1",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """An interpreter that has SGLang; `variables` are added to the environment of a server."""
+    """An interpreter that has SGLang; `variables` belong into the environment of a server."""
 
     python: Path
     variables: Mapping[str, str]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, **self.variables}
 
 
 def installation() -> Installation:
@@ -59,7 +58,7 @@ def installation() -> Installation:
         raise FileNotFoundError(
             f"{_PYTHON} does not exist: run `make test-sglang`, which installs SGLang and then runs these tests."
         )
-    return Installation(python=_PYTHON, variables=_VARIABLES)
+    return Installation(python=_PYTHON, variables=_OWN_VARIABLES)
 
 
 def end_of(log: Path) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.sglang.environment import ARGUMENTS, Installation, end_of
+from tests.sglang.environment import ARGUMENTS, VARIABLES, Installation, end_of
 
 _START_S = 240.0  # It takes 20 s on two idle cores.
 _STOP_S = 20.0
@@ -56,7 +56,7 @@ def _spawn(sglang: Installation, log: Path, *arguments: str) -> subprocess.Popen
     with log.open("wb") as output:
         return subprocess.Popen(
             [str(sglang.python), "-m", "sglang.launch_server", *ARGUMENTS, *arguments],
-            env=sglang.environment,
+            env={**os.environ, **VARIABLES, **sglang.variables},
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,
