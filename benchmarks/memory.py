@@ -21,6 +21,10 @@ def peak_mb(pid: int, run: Callable[[], object]) -> float:
     return (_kb(pid, "VmHWM") - before) / 1024
 
 
+def resident_mb(pid: int) -> float:
+    return _kb(pid, "VmRSS") / 1024
+
+
 def direct_peak_mb(directory: Path, sequences: Sequence[Sequence[int]], *, rank: int) -> float:
     """Of one padded step with plain transformers and peft, in a process of its own."""
     context = multiprocessing.get_context("spawn")

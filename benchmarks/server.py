@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ class Served:
 
 
 @contextmanager
-def serve(*models: str, store: Path) -> Iterator[Served]:
+def serve(*models: str, store: Path, arguments: Sequence[str] = ()) -> Iterator[Served]:
     ready, written = os.pipe()
     command = [sys.executable, "-m", "backend", "serve", "--port", "0", "--store", str(store)]
-    command += ["--ready-fd", str(written), "--log-level", "warning"]
+    command += ["--ready-fd", str(written), "--log-level", "warning", *arguments]
     for model in models:
         command += ["--model", model]
     start = time.perf_counter()
