@@ -110,8 +110,10 @@ def test_samples_that_start_over_keep_their_experts(tmp_path, wait, sample_all, 
         plain(trace, start, experts)
 
     monkeypatch.setattr(ExpertTrace, "add", add)
-    settings = {"max_position_embeddings": 512, "num_hidden_layers": 1}
-    base = base_model.load("small", str(models.rand(tmp_path / "m", "qwen3_moe", **settings)))
+    directory = models.rand(
+        tmp_path / "small", "qwen3_moe", max_position_embeddings=512, num_hidden_layers=1
+    )
+    base = base_model.load("small", str(directory))
     tight = EmbeddedGenerator(base, cache_bytes=512 * 2 * 8 * 2 * 4)
     one = asked(50, max_tokens=220, num_samples=3)
     (result,) = sample_all(tight, one)

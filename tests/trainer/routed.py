@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,10 @@ class Forced:
         assert routers
         self.num_layers = len(routers)
         for layer, router in enumerate(routers):
-            router.register_forward_hook(
-                lambda router, inputs, output, layer=layer: self._force(layer, router, *output)
-            )
+            router.register_forward_hook(partial(self._force, layer))
 
-    def _force(self, layer: int, router: Any, logits: Tensor, _: Tensor, own: Tensor) -> Any:
+    def _force(self, layer: int, router: nn.Module, _: object, output: tuple[Tensor, ...]) -> Any:
+        logits, _, own = output
         choice = own.clone()
         if self.experts is not None:
             given = torch.from_numpy(self.experts[:, layer].astype(np.int64))

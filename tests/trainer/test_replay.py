@@ -15,7 +15,7 @@ from backend.trainer.base_model import BaseModel
 from backend.trainer.routers import pack, routers_of
 from backend.trainer.torch_trainer import TorchTrainer
 from tests import models
-from tests.conformance.data import random_sample
+from tests.conformance.data import adapter_of, random_sample
 from tests.trainer import full_oracle, oracle
 from tests.trainer.routed import Forced, each, random_experts
 from tests.trainer.sessions import policy_samples, random_adapter, relative_error, take_gradient
@@ -131,7 +131,7 @@ def test_replayed_logprobs_and_gradients_equal_autograd_in_float64(kind, loss):
     directory, base = kind
     trainer, routed = TorchTrainer(base, token_budget=32), recorded(base)
     session(trainer)
-    plain = oracle.load(directory, trainer.weights("s"))
+    plain = oracle.load(directory, adapter_of(trainer, "s"))
     forced = Forced(plain.model)
     wanted = [plain.logprobs([SAMPLES[i]])[0] for i in each(forced, routed)]
     samples = policy_samples(SAMPLES, [lp.astype(np.float32) for lp in wanted])
@@ -145,7 +145,7 @@ def test_replayed_logprobs_and_gradients_equal_autograd_in_float64(kind, loss):
     forward, _ = replay(trainer, routed, samples, backward=False, loss=loss)
     assert_near(forward, wanted)
     parts = [plain.gradient([samples[i]], loss, {})[1] for i in each(forced, routed)]
-    total = {name: sum(part[name] for part in parts if name in part) for name in parts[0]}
+    total = {name: np.sum([part[name] for part in parts], axis=0) for name in parts[0]}
     assert relative_error(gradient, total) < 2e-5
 
 
