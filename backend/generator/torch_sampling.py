@@ -13,7 +13,7 @@ from torch import Tensor
 from backend.generator import sampling
 from backend.generator.base import Topk
 from backend.generator.sampling import Controls
-from backend.generator.truncation import truncate
+from backend.generator.truncation import draw_among_likeliest, truncate
 
 Array = np.ndarray
 
@@ -87,17 +87,17 @@ def _draw_tokens(
     tempered = ~(greedy | truncated | plain)
     tokens = torch.empty(len(shifted), dtype=torch.int64, device=shifted.device)
     if (rows := np.flatnonzero(plain)).size:
-        tokens[rows] = _invert(masses[rows], sums[rows], numbers[rows])[:, 0]
+        tokens[rows] = _invert(_rows(masses, rows), _rows(sums, rows), numbers[rows])[:, 0]
     if (rows := np.flatnonzero(greedy)).size:
-        tokens[rows] = shifted[rows].argmax(dim=1)
+        tokens[rows] = _rows(shifted, rows).argmax(dim=1)
     if (rows := np.flatnonzero(tempered)).size:
-        some = _tempered(shifted[rows], controls.temperature[rows])
+        some = _tempered(_rows(shifted, rows), controls.temperature[rows])
         tokens[rows] = _invert(some, some.sum(dim=2, dtype=torch.float64), numbers[rows])[:, 0]
-    at_once = max(1, _TRUNCATED_AT_ONCE // shifted.shape[1])
-    rows = np.flatnonzero(truncated)
-    for start in range(0, len(rows), at_once):
-        some = rows[start : start + at_once]
-        tokens[some] = _truncated(shifted[some], controls.rows(some), numbers[some])
+    if (rows := np.flatnonzero(truncated)).size:
+        drawn = _truncated(
+            _rows(shifted, rows), _rows(sums, rows), controls.rows(rows), uniforms[rows]
+        )
+        tokens[rows] = _numbers(drawn, shifted)
     return tokens
 
 
@@ -108,13 +108,36 @@ def _tempered(shifted: Tensor, temperature: Array) -> Tensor:
     return _blocks(shifted.div(divisor[:, None]).exp_())
 
 
-def _truncated(shifted: Tensor, controls: Controls, numbers: Tensor) -> Tensor:
-    """In float64: in a flat distribution, where a nucleus ends would be a matter of rounding otherwise."""
-    temperature = _numbers(controls.temperature, shifted)
-    masses = shifted.double().div_(temperature[:, None]).exp_()
-    truncate(shifted, masses, controls)
+def _truncated(shifted: Tensor, sums: Tensor, controls: Controls, uniforms: Array) -> Array:
+    """int64 (B,)."""
+    totals = sums.sum(dim=1)
+    if (rows := np.flatnonzero((controls.top_p < 1) & (controls.temperature != 1))).size:
+        some = _tempered(_rows(shifted, rows), controls.temperature[rows])
+        totals[rows] = some.sum(dim=2, dtype=torch.float64).sum(dim=1)
+    tokens, is_drawn = draw_among_likeliest(shifted, totals.cpu().numpy(), controls, uniforms)
+    left = np.flatnonzero(~is_drawn)
+    at_once = max(1, _TRUNCATED_AT_ONCE // shifted.shape[1])
+    for start in range(0, len(left), at_once):
+        rows = left[start : start + at_once]
+        some = _rows(shifted, rows)
+        tokens[rows] = _truncated_exactly(some, controls.rows(rows), uniforms[rows])
+    return tokens
+
+
+def _truncated_exactly(shifted: Tensor, controls: Controls, uniforms: Array) -> Array:
+    """In float64: where the nucleus of a flat distribution ends would be a matter of rounding otherwise."""
+    masses = shifted.double()
+    if (controls.temperature != 1).any():
+        masses.div_(_numbers(controls.temperature, shifted)[:, None])
+    truncate(shifted, masses.exp_(), controls)
     blocks = _blocks(masses)
-    return _invert(blocks, blocks.sum(dim=2), numbers)[:, 0]
+    drawn = _invert(blocks, blocks.sum(dim=2), _numbers(uniforms, shifted)[:, None])
+    return drawn[:, 0].cpu().numpy()
+
+
+def _rows(tensor: Tensor, rows: Array) -> Tensor:
+    """Copied, unless it is all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
 def _numbers(array: Array, like: Tensor) -> Tensor:

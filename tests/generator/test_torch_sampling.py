@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from backend.generator import sampling, torch_sampling
+from backend.generator import sampling, torch_sampling, truncation
 from backend.generator.sampling import Controls
 
 # Sizes around one and several blocks, and one that is no multiple.
@@ -95,32 +94,36 @@ def test_rows_are_drawn_each_by_its_own_controls(rows, seed):
 
 
 # Few distinct values, so that the edge of what is kept falls among equals; impossible tokens; and rows where a token is
-# far likelier than all others, or 1000 times the usual.
-VALUES = st.sampled_from([0.0, 0.0, 1.0, 2.5, -1.5, -40.0, 30.0, -3e38, 1000.0, -np.inf])
+# far likelier than all others.
+VALUES = [0.0, 1.0, 2.5, -1.5, -40.0, 30.0, -3e38, 1000.0, -np.inf]
 
 
 @given(
-    logits=hnp.arrays(
-        np.float32, st.tuples(st.integers(1, 5), st.integers(1, 90)), elements=VALUES
-    ),
+    width=st.sampled_from([1, 2, 3, 17, 129, 130, 131, 600]),
+    values=st.lists(st.sampled_from(VALUES), min_size=1, max_size=5),
+    seed=st.integers(0, 2**31),
     temperature=st.sampled_from([5e-324, 1e-6, 0.5, 1.0, 7.0, 1e9]),
-    top_k=st.integers(0, 95),
+    top_k=st.sampled_from([0, 1, 2, 5, 128, 129, 130, 400]),
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.6, 0.5, 0.25, 0.01]),
     min_p=st.sampled_from([0.0, 1e-9, 0.01, 0.1, 0.3, 1.0]),
     uniform=st.floats(0, 1, exclude_max=True),
     broken=st.sampled_from([None, None, np.nan, np.inf]),
+    num_likeliest=st.sampled_from([1, 4, 128]),
 )
 def test_ties_extremes_and_broken_rows_are_drawn_like_the_references(
-    logits, temperature, top_k, top_p, min_p, uniform, broken
+    width, values, seed, temperature, top_k, top_p, min_p, uniform, broken, num_likeliest
 ):
     """All but greedy rows and those that keep all: bit for bit the same masses, so a number that falls on a boundary
-    falls on the same side."""
+    falls on the same side. However few of the likeliest tokens are looked at first."""
+    logits = np.random.default_rng(seed).choice(np.array(values, np.float32), (4, width))
     if broken is not None:
         logits[0, 0] = broken
     limits = controls(
-        len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=max(min_p, 1e-300)
+        4, temperature=temperature, top_k=top_k, top_p=top_p, min_p=max(min_p, 1e-300)
     )
-    assert_same_draw(logits, limits, np.full(len(logits), uniform))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truncation, "_NUM_LIKELIEST", num_likeliest)
+        assert_same_draw(logits, limits, np.full(4, uniform))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.3, 1.0, 3.0])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from backend.generator.base import SampleCall, SampleResult
 from tests.services.harness import (
     HIT,
     MISS,
@@ -19,6 +21,7 @@ from tests.services.harness import (
     serving,
     wait_until,
 )
+from together_post_training import tensors
 from together_post_training.v1 import checkpoints_pb2, data_pb2
 from together_post_training.v1 import generator_pb2 as pb
 
@@ -93,6 +96,26 @@ def test_stop_absent_is_the_models_end_and_an_empty_one_stops_at_nothing(caller:
         ({"top_p": 0.0}, "INVALID_ARGUMENT", "0 would keep none"),
         ({"top_p": 1.1}, "INVALID_ARGUMENT", "top_p is 1.1"),
         ({"top_p": NAN}, "INVALID_ARGUMENT", "top_p is nan"),
+        ({"min_p": -0.1}, "INVALID_ARGUMENT", "min_p is -0.1"),
+        ({"min_p": 1.1}, "INVALID_ARGUMENT", "0 (all tokens) to 1"),
+        ({"min_p": NAN}, "INVALID_ARGUMENT", "min_p is nan"),
+        ({"prompt_alt_tokens_k": -1}, "INVALID_ARGUMENT", "0 to 100"),
+        ({"prompt_alt_tokens_k": 101}, "INVALID_ARGUMENT", "prompt_alt_tokens_k is 101"),
+        (
+            {"tokens": [3, 4], "prompt_logprobs_last_n": 1},
+            "INVALID_ARGUMENT",
+            "Set prompt_logprobs too",
+        ),
+        (
+            {"tokens": [3, 4], "prompt_logprobs": True, "prompt_logprobs_last_n": 0},
+            "INVALID_ARGUMENT",
+            "prompt_logprobs_last_n is 0",
+        ),
+        (
+            {"tokens": [3, 4], "prompt_logprobs": True, "prompt_logprobs_last_n": 2},
+            "INVALID_ARGUMENT",
+            "The prompt has 2 tokens",
+        ),
         ({"max_tokens": 0}, "INVALID_ARGUMENT", "ComputeLogprobs"),
         ({"max_tokens": -1}, "INVALID_ARGUMENT", "max_tokens is -1"),
         ({"num_samples": 0}, "INVALID_ARGUMENT", "num_samples is 0"),
@@ -123,6 +146,170 @@ def test_sample_is_refused_with_the_value_and_what_is_accepted(
     assert refused.reason == reason
     assert says in refused.message
     assert sampled(caller, base, temperature=0, max_tokens=1) == [[4]]
+
+
+def targets(rows: list[list[int]]) -> data_pb2.Tensor:
+    return tensors.encode(np.array(rows, np.int64))
+
+
+def sparse_targets(
+    values: list[int], crow: list[int], col: list[int], shape: tuple[int, int]
+) -> data_pb2.Tensor:
+    stored, rows, columns = (np.array(numbers, np.int64) for numbers in (values, crow, col))
+    return tensors.encode_csr(stored, rows, columns, shape)
+
+
+FLOATS = data_pb2.Tensor(floats=data_pb2.Floats(values=[4, 5]), shape=data_pb2.Shape(dims=[2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason", "says"),
+    [
+        (FLOATS, "WRONG_DTYPE", "float32: it must be int64"),
+        (data_pb2.Tensor(), "INVALID_ARGUMENT", "target_prompt_logprobs has no data"),
+        (data_pb2.Tensor(ints=data_pb2.Ints(values=[4, 5])), "LENGTH_MISMATCH", "shape [2]"),
+        (targets([[4], [5], [6]]), "LENGTH_MISMATCH", "[3, 1], but the prompt has 3 tokens"),
+        (targets([[4]]), "LENGTH_MISMATCH", "it must be [2, K]"),
+        (targets([[16], [5]]), "TOKEN_OUT_OF_RANGE", "token id 16: this model's ids are 0 to 15"),
+        (targets([[4], [-2]]), "TOKEN_OUT_OF_RANGE", "-1 wants nothing"),
+        (targets([[-1], [-1]]), "INVALID_ARGUMENT", "name at least one"),
+        (targets([[], []]), "INVALID_ARGUMENT", "name at least one"),
+        (sparse_targets([4, 5], [0, 1], [0, 1], (2, 2)), "INVALID_ARGUMENT", "malformed CSR"),
+        (sparse_targets([4, 5], [0, 0, 2], [1, 1], (2, 2)), "INVALID_ARGUMENT", "row has once"),
+        (
+            sparse_targets([4, 5, 6], [0, 1, 2, 3], [0, 1, 1], (3, 2)),
+            "LENGTH_MISMATCH",
+            "shape [3, 2], but the prompt has 3 tokens",
+        ),
+        (
+            sparse_targets([4, 16], [0, 1, 2], [0, 1], (2, 2)),
+            "TOKEN_OUT_OF_RANGE",
+            "token id 16",
+        ),
+        (sparse_targets([], [0, 0, 0], [], (2, 2)), "INVALID_ARGUMENT", "name at least one"),
+    ],
+)
+def test_targets_are_refused_with_what_is_wrong_and_what_is_accepted(
+    caller: Caller, base: str, tensor: data_pb2.Tensor, reason: str, says: str
+):
+    asked = request(base, [3, 4, 5], target_prompt_logprobs=tensor, max_tokens=1)
+    refused = refusal(caller.generator.Sample, asked)
+    assert refused.reason == reason
+    assert says in refused.message
+
+
+def test_targets_of_too_many_cells_are_refused_before_they_are_made(caller: Caller, base: str):
+    """A sparse tensor of a few bytes may claim any width: what it stores counts, row by row."""
+    wide = sparse_targets([4, 5], [0, 1, 2], [10**12, 7], (2, 2**40))
+    answer = caller.generator.Sample(
+        request(base, [3, 4, 5], target_prompt_logprobs=wide, max_tokens=1)
+    ).target_prompt_logprobs
+    assert list(answer.shape.dims) == [2, 2**40]
+    np.testing.assert_allclose(np.frombuffer(answer.raw, "<f4"), [HIT, HIT], atol=1e-5)
+    tall = sparse_targets([1] * 5000, [0] + [5000] * 1000, list(range(5000)), (1000, 5000))
+    refused = refusal(
+        caller.generator.Sample,
+        request(base, [3] * 1001, target_prompt_logprobs=tall, max_tokens=1),
+    )
+    assert refused.reason == "INVALID_ARGUMENT"
+    assert "1000 x 5000 cells: at most 4194304" in refused.message
+
+
+def test_targets_are_answered_in_their_shape_and_layout(caller: Caller, base: str):
+    def answer(tensor: data_pb2.Tensor) -> data_pb2.Tensor:
+        asked = request(base, [3, 4, 5, 9], target_prompt_logprobs=tensor, max_tokens=1)
+        return caller.generator.Sample(asked).target_prompt_logprobs
+
+    dense = answer(targets([[4, -1], [-1, -1], [6, 9]]))
+    assert not dense.HasField("csr")
+    np.testing.assert_allclose(tensors.decode(dense), [[HIT, 0], [0, 0], [HIT, MISS]], atol=1e-5)
+    sparse = answer(sparse_targets([4, 6, 9], [0, 1, 1, 3], [0, 0, 1], (3, 2)))
+    assert sparse.dtype == data_pb2.DTYPE_FLOAT32
+    assert list(sparse.csr.crow_indices) == [0, 1, 1, 3]
+    assert list(sparse.csr.col_indices) == [0, 0, 1]
+    np.testing.assert_array_equal(tensors.decode(sparse), tensors.decode(dense))
+    typed = data_pb2.Tensor(ints=data_pb2.Ints(values=[4, 5, 6]), shape=data_pb2.Shape(dims=[3, 1]))
+    np.testing.assert_allclose(tensors.decode(answer(typed)), [[HIT]] * 3, atol=1e-5)
+
+
+def test_alternatives_come_with_their_logprobs_and_follow_from_the_seed(caller: Caller, base: str):
+    def drawn(k: int, **fields: Any) -> np.ndarray:
+        response = caller.generator.Sample(
+            request(base, [3, 4, 5], prompt_alt_tokens_k=k, max_tokens=1, **fields)
+        )
+        tokens = tensors.decode(response.prompt_alt_tokens.tokens)
+        logprobs = tensors.decode(response.prompt_alt_tokens.logprobs)
+        assert (tokens.dtype, logprobs.dtype) == (np.int64, np.float32)
+        np.testing.assert_allclose(logprobs, np.where(tokens == [[4], [5]], HIT, MISS), atol=1e-5)
+        return tokens
+
+    hot = {"temperature": 8.0}
+    assert drawn(100, seed=0, **hot).shape == (2, 100)
+    np.testing.assert_array_equal(drawn(9, seed=0, **hot), drawn(100, seed=0, **hot)[:, :9])
+    assert not np.array_equal(drawn(100, **hot), drawn(100, **hot))
+    none = caller.generator.Sample(request(base, [3, 4], max_tokens=1))
+    assert not none.HasField("prompt_alt_tokens")
+    assert not none.HasField("target_prompt_logprobs")
+
+
+def test_min_p_is_reached_and_an_explicit_0_keeps_all(caller: Caller, base: str):
+    """After 3, at temperature 50, a miss has e^-.08 = .923 of the hit's probability."""
+    hot = {"temperature": 50.0, "max_tokens": 100, "seed": 3}
+    everything = sampled(caller, base, **hot)
+    assert sampled(caller, base, min_p=0.0, **hot) == everything
+    assert sampled(caller, base, min_p=0.92, **hot) == everything
+    assert sampled(caller, base, min_p=0.93, **hot) == [[(4 + i) % 16 for i in range(100)]]
+
+
+def test_the_last_n_tokens_alone_are_scored(caller: Caller, base: str):
+    response = caller.generator.Sample(
+        request(
+            base,
+            [3, 4, 9, 10],
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=2,
+            topk_prompt_logprobs=1,
+            max_tokens=1,
+        )
+    )
+    expected = [NAN, NAN, MISS, HIT]
+    np.testing.assert_allclose(tensors.decode(response.prompt_logprobs), expected, atol=1e-5)
+    ids = np.frombuffer(response.topk_prompt_logprobs.token_ids, "<i4")
+    assert ids.tolist() == [0, 0, 5, 10]
+
+    def scored(last_n: int) -> pb.ComputeLogprobsRequest:
+        return pb.ComputeLogprobsRequest(snapshot=base, prompt=prompt([3, 4, 9, 10]), last_n=last_n)
+
+    answer = caller.generator.ComputeLogprobs(scored(2))
+    np.testing.assert_allclose(tensors.decode(answer.logprobs), expected, atol=1e-5)
+    for last_n in (0, 4, -1):
+        refused = refusal(caller.generator.ComputeLogprobs, scored(last_n))
+        assert f"last_n is {last_n}: it must be 1 to the prompt's length less 1" in refused.message
+
+
+def test_the_engine_learns_whether_the_caller_chose_the_seed_and_its_warnings_arrive(
+    watched: Running,
+):
+    generator = watched.generator
+    assert generator is not None
+    seen: list[SampleCall] = []
+    real = generator.sample
+
+    async def sample(call: SampleCall) -> SampleResult:
+        seen.append(call)
+        return replace(await real(call), warnings=("seeds are of no use here",))
+
+    generator.sample = sample  # pyright: ignore[reportAttributeAccessIssue]
+    base = watched.caller.open(base_model=MODEL)
+    unseeded: dict[str, Any] = {}
+    for fields in (unseeded, {"seed": 0}):
+        response = watched.caller.generator.Sample(request(base, max_tokens=1, **fields))
+        assert list(response.warnings) == ["seeds are of no use here"]
+    scored = watched.caller.generator.ComputeLogprobs(
+        pb.ComputeLogprobsRequest(snapshot=base, prompt=prompt([3, 4]))
+    )
+    assert list(scored.warnings) == ["seeds are of no use here"]
+    assert [call.is_seeded for call in seen] == [False, True, False]
 
 
 def test_prompt_of_images_is_refused(caller: Caller, base: str):
