@@ -59,7 +59,7 @@ class ServerConfig:
     """How many calls for samples and scores are held at a time: waiting, running, or answered and not fetched yet. One
     session, or one connection that samples from base models and checkpoints, may hold as many as it leaves to others,
     which is half when it is alone. More are refused, and clients try again."""
-    max_sampling_bytes: int = 512 * 1024 * 1024
+    max_sampling_bytes: int = 256 * 1024 * 1024
     """The same for the bytes of their requests and answers."""
     max_message_bytes: int = 256 * 1024 * 1024
     """The largest request and response."""

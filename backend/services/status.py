@@ -86,17 +86,20 @@ class ErrorBorder(grpc.aio.ServerInterceptor):
         )
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         return make(
-            wrap(behavior, method),  # pyright: ignore[reportAttributeAccessIssue]
+            wrap(behavior, method, handler.response_serializer),  # pyright: ignore[reportAttributeAccessIssue]
             request_deserializer=_parser(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
         )
 
 
-def _unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+def _unary(
+    behavior: Callable[..., Awaitable[Any]], method: str, serialize: Callable[[Any], bytes]
+) -> Callable[..., Awaitable[bytes]]:
+    """Serialises here: gRPC would keep the message beside its bytes until the caller has read them."""
+
     @functools.wraps(behavior)
     async def call(received: _Received, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(_unpack(received), context)
+            return serialize(await behavior(_unpack(received), context))
         except Exception as error:
             await _abort(context, method, error)
 
@@ -104,13 +107,13 @@ def _unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[...
 
 
 def _stream(
-    behavior: Callable[..., AsyncIterator[Any]], method: str
-) -> Callable[..., AsyncIterator[Any]]:
+    behavior: Callable[..., AsyncIterator[Any]], method: str, serialize: Callable[[Any], bytes]
+) -> Callable[..., AsyncIterator[bytes]]:
     @functools.wraps(behavior)
     async def call(received: _Received, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async for response in behavior(_unpack(received), context):
-                yield response
+                yield serialize(response)
         except Exception as error:
             await _abort(context, method, error)
 

@@ -34,7 +34,7 @@ from together_post_training.client.sampler import Sampler, open_base_model
 from together_post_training.v1 import generator_pb2 as pb
 from together_post_training.v1 import sessions_pb2
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 
 
 def request(number: int, *, num_prompt_tokens: int = 8) -> pb.SampleRequest:

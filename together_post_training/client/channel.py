@@ -8,6 +8,7 @@ import operator
 import random
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ import grpc
 from google.protobuf.message import Message
 
 from together_post_training.client.address import Address
+from together_post_training.client.holding import Holds
 from together_post_training.client.retry import RetryPolicy
 from together_post_training.client.status import Failure, read_failure
+from together_post_training.client.window import Window
 from together_post_training.errors import ConnectionLostError, Reason, fail
 from together_post_training.v1 import (
     catalog_pb2,
@@ -51,6 +54,9 @@ _FULL_AGAIN_S = 60.0
 _ALIVE_S = 60.0
 # Not the module's own generator, whose seed and state are the caller's.
 _random = random.Random()
+
+# Of these, any number is called at once.
+_SAMPLING = frozenset({"generator.Sample", "generator.ComputeLogprobs"})
 
 
 class Server(Protocol):
@@ -107,6 +113,7 @@ class Connection:
         self.key = key
         self.headers = dict(headers or {})
         self.policy = policy or RetryPolicy()
+        self.holds = Holds()
         # None until the server has answered.
         self.address: Address | None = None
         self._metadata = _metadata(key, self.headers)
@@ -116,6 +123,7 @@ class Connection:
         self._is_closed = False
         self._told_of_outage = False
         self._told_of_full_s = -_FULL_AGAIN_S
+        self._sampling = Window()
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Calls e.g. "trainer.Forward" until it is answered.
@@ -128,37 +136,48 @@ class Connection:
             ConnectionLostError: the server could not be reached for as long as the policy allows.
         """
         rpc = operator.attrgetter(method)(self._stubs or await self._connect())
+        window = self._sampling if method in _SAMPLING else None
+        number = window.number() if window else 0
         outage: Outage | None = None
         while True:
-            start_s = time.monotonic()
-            try:
-                response = await rpc(request, metadata=self._metadata, timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                failure = read_failure(error)
-            except grpc.aio.UsageError:
-                raise fail(Reason.UNAVAILABLE, "The client is closed.") from None
-            else:
-                self._tell_of_answer()
-                return response
-            if not failure.is_transient:
-                raise failure.error
-            if failure.is_full:
-                await self._wait_for_room(failure)
+            async with window.place(number) if window else nullcontext():
+                start_s = time.monotonic()
+                outcome = await self._attempt(rpc, request, timeout_s)
+                if window:
+                    _note(window, outcome)
+            if not isinstance(outcome, Failure):
+                return outcome
+            if not outcome.is_transient:
+                raise outcome.error
+            if outcome.is_full:
+                await self._wait_for_room(outcome)
                 outage = None
                 continue
             if outage is None or time.monotonic() - start_s > _ALIVE_S:
                 outage = Outage(self.policy)
-            await self._wait_out(failure, outage)
+            await self._wait_out(outcome, outage)
 
     @property
     def is_closed(self) -> bool:
         return self._is_closed
 
     async def close(self) -> None:
-        """Cancels what is being called."""
+        """Lets its snapshots go, and cancels what is being called."""
         self._is_closed = True
+        await self.holds.let_go(self)
         if self._channel is not None:
             await self._channel.close()
+
+    async def _attempt(self, rpc: Any, request: Message, timeout_s: float | None) -> Any:
+        """The response, or a Failure."""
+        try:
+            response = await rpc(request, metadata=self._metadata, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return read_failure(error)
+        except grpc.aio.UsageError:
+            raise fail(Reason.UNAVAILABLE, "The client is closed.") from None
+        self._tell_of_answer()
+        return response
 
     async def _connect(self) -> Stubs:
         """Opens the channel and waits for a first answer, whatever it is."""
@@ -272,6 +291,13 @@ class Outage:
         self._told_of_refusal = True
         limit_s = self._policy.outage_timeout_s
         logger.warning("%s Trying again for up to %g s.", failure.error.message, limit_s)
+
+
+def _note(window: Window, outcome: Any) -> None:
+    if not isinstance(outcome, Failure):
+        window.note_answer()
+    elif outcome.is_full:
+        window.note_refusal()
 
 
 def open_channel(address: Address) -> grpc.aio.Channel:
