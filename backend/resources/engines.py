@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from backend.generator.base import Generator
+from backend.generator.sglang.options import SglangOptions
 from backend.resources.builtin import BIGRAM
 from backend.trainer.base import Trainer
 
@@ -33,6 +34,8 @@ class EngineOptions:
 
     num_generator_replicas: int = 1
     """Generators of each model, among which calls are shared out."""
+    sglang: SglangOptions | None = None
+    """Sample through SGLang; None: with the embedded generator."""
 
 
 DEFAULT_OPTIONS = EngineOptions()
@@ -58,18 +61,21 @@ class Engines:
 OpenEngines = Callable[[str, str], Engines]
 
 
-def open_engines(name: str, path: str, options: EngineOptions = DEFAULT_OPTIONS) -> Engines:
+def open_engines(
+    name: str, path: str, options: EngineOptions = DEFAULT_OPTIONS, scratch: Path | None = None
+) -> Engines:
     """Loads the model; blocks for as long as that takes.
 
     Args:
         name: what clients call it.
         path: where to find it: a builtin model's name, a directory, or a Hugging Face id.
+        scratch: a directory for what engines hand to others; None: the system's temporary directory.
 
     Raises:
         PostTrainingError: MODEL_NOT_FOUND, and what the engines refuse.
     """
     if path != BIGRAM.name:
-        return _open_torch(name, path, options)
+        return _open_torch(name, path, options, scratch)
     if replace(options, num_generator_replicas=1) != DEFAULT_OPTIONS:
         log.warning(
             "%r has no use for the options of engines: it computes in float64 on the CPU", name
@@ -82,36 +88,50 @@ def _open_bigram(path: str, options: EngineOptions) -> Engines:
     from backend.trainer import bigram, bigram_trainer
 
     model = bigram.load(path)
+    num_replicas = options.num_generator_replicas
     return Engines(
         trainer=bigram_trainer.BigramTrainer(model),
-        generator=_replicated(lambda: BigramGenerator(model), options),
+        generator=_as_one([BigramGenerator(model) for _ in range(num_replicas)]),
         tokenizer_dir=None,
         # It computes on the event loop, a little of each call in turn.
         max_sampling=16,
-        num_generator_replicas=options.num_generator_replicas,
+        num_generator_replicas=num_replicas,
     )
 
 
-def _open_torch(name: str, path: str, options: EngineOptions) -> Engines:
+def _open_torch(name: str, path: str, options: EngineOptions, scratch: Path | None) -> Engines:
     from backend.generator.embedded import EmbeddedGenerator
+    from backend.generator.sglang.start import SglangServers
     from backend.trainer import base_model
     from backend.trainer.torch_trainer import TorchTrainer
 
     base = base_model.load(name, path, dtype=options.dtype, device=options.device)
-    trainer = TorchTrainer(
-        base, token_budget=options.token_budget, activation_bytes=options.activation_bytes
-    )
+    num_replicas = options.num_generator_replicas
+    # Before the trainer, which looks at what memory they leave it.
+    servers = options.sglang and SglangServers(base, options.sglang, num_replicas, scratch)
+    try:
+        trainer = TorchTrainer(
+            base, token_budget=options.token_budget, activation_bytes=options.activation_bytes
+        )
+        generators: Sequence[Generator] = (
+            servers.generators(trainer)
+            if servers
+            else [EmbeddedGenerator(base) for _ in range(num_replicas)]
+        )
+    except BaseException:
+        if servers:
+            servers.close()
+        raise
     return Engines(
         trainer=trainer,
-        generator=_replicated(lambda: EmbeddedGenerator(base), options),
+        generator=_as_one(generators),
         tokenizer_dir=base.tokenizer_dir,
-        max_sampling=_MAX_SAMPLING * options.num_generator_replicas,
-        num_generator_replicas=options.num_generator_replicas,
+        max_sampling=_MAX_SAMPLING * len(generators),
+        num_generator_replicas=len(generators),
     )
 
 
-def _replicated(make: Callable[[], Generator], options: EngineOptions) -> Generator:
+def _as_one(replicas: Sequence[Generator]) -> Generator:
     from backend.generator.replicas import Replicas
 
-    replicas = [make() for _ in range(options.num_generator_replicas)]
     return Replicas(replicas) if len(replicas) > 1 else replicas[0]

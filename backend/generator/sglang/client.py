@@ -51,7 +51,7 @@ class Client:
         # Apart, so that an abort never waits behind what it is to abort.
         self._data: httpx.AsyncClient | None = None
         self._control: httpx.AsyncClient | None = None
-        self._running: dict[str, asyncio.Task[Json]] = {}
+        self._running: dict[str, tuple[str, asyncio.Task[Json]]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def generate(self, url: str, body: Json, rid: str) -> Json:
@@ -63,19 +63,19 @@ class Client:
         assert rid not in self._running, "request ids are unique"
         self._open()
         request = asyncio.create_task(self._generate(url, {**body, "rid": rid}))
-        self._running[rid] = request
+        self._running[rid] = (url, request)
         request.add_done_callback(lambda _: self._running.pop(rid, None))
         try:
             return await asyncio.shield(request)
         except asyncio.CancelledError:
-            self.abort(url, rid)
+            self.abort(rid)
             raise
 
-    def abort(self, url: str, rid: str) -> None:
+    def abort(self, rid: str) -> None:
         """Makes a running request end with the tokens that it has so far."""
-        request = self._running.get(rid)
-        if request is None:
+        if rid not in self._running:
             return
+        url, request = self._running[rid]
         task = asyncio.create_task(self._abort(url, rid, request))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
@@ -91,8 +91,15 @@ class Client:
         assert self._control is not None
         return await _sent(self._control, "GET", url + path, None)
 
+    async def abort_all(self, timeout_s: float) -> None:
+        """Comes back when none is left, or after a while."""
+        for rid in list(self._running):
+            self.abort(rid)
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=timeout_s)
+
     async def close(self) -> None:
-        """Leaves running requests to fail with ServerLost."""
+        """Requests that still run fail with ServerLost."""
         for task in self._aborting:
             task.cancel()
         for client in (self._data, self._control):

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 # A call that was running whenever the server ended is not what others should suffer for.
 _MAX_LOSSES = 2
+_LAST_ANSWERS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class SglangGenerator:
             if run.snapshot == old:
                 run.snapshot = new
                 if run.request is not None:
-                    self._client.abort(*run.request)
+                    self._client.abort(run.request)
 
     async def sample(self, call: SampleCall) -> SampleResult:
         self._check(call)
@@ -134,15 +135,22 @@ class SglangGenerator:
     async def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
-        await self._adapters.close()
-        await self._client.close()
+        await self.leave()
         await asyncio.to_thread(self._server.close)
+
+    async def leave(self) -> None:
+        """Leaves the server as it was, for others."""
+        self._is_closed = True
+        await self._client.abort_all(_LAST_ANSWERS_S)
+        await self._adapters.close()
+        if self._weights.live is not None and self._server.is_shared:
+            with suppress(ServerLost, PostTrainingError):
+                await self._replace(None)
+        await self._client.close()
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _check(self, call: SampleCall) -> None:
-        if self._is_closed:
-            raise fail(Reason.UNAVAILABLE, "The generator was closed.")
+        self._require_open()
         self._require(call.snapshot)
         limits = self.model.limits
         check_tokens(call.prompt, limits, what="The prompt")
@@ -154,6 +162,10 @@ class SglangGenerator:
         requests.check_supported(
             call, self._server.facts, self.model, has_experts=self._served.has_experts
         )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise _closed()
 
     def _require(self, snapshot: str | None) -> None:
         if snapshot is None or snapshot in self._adapters or snapshot in self._full:
@@ -190,12 +202,12 @@ class SglangGenerator:
             vocab_size=vocab_size,
             has_experts=self._served.has_experts,
         )
-        url, rid = await self._server.url(), uuid.uuid4().hex
-        run.request = (url, rid)
+        url, run.request = await self._server.url(), uuid.uuid4().hex
         try:
-            reply = await self._client.generate(url, body, rid)
+            reply = await self._client.generate(url, body, run.request)
         finally:
             run.request = None
+        self._require_open()
         part = replies.sampled(
             reply,
             num_asked=run.num_left,
@@ -267,7 +279,7 @@ class SglangGenerator:
 
     def _gave_up(self, num_losses: int, error: Exception) -> PostTrainingError:
         if self._is_closed:
-            return fail(Reason.UNAVAILABLE, "The generator was closed.")
+            return _closed()
         return fail(
             Reason.UNAVAILABLE,
             f"{self._server.name} was lost {num_losses} times while it worked on this call ({error}).",
@@ -327,6 +339,10 @@ async def _all(work: Sequence[Coroutine[Any, Any, SampledSequence]]) -> list[Sam
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _closed() -> PostTrainingError:
+    return fail(Reason.UNAVAILABLE, "The generator was closed.")
 
 
 def _not_replaced(server: Server, status: int, answer: Json, directory: Path) -> PostTrainingError:

@@ -25,14 +25,14 @@ Array = np.ndarray
 class SampleRun:
     """Owned by the event loop; `take` may run in another thread while nobody else looks.
 
-    snapshot: whose weights it goes on under. request: the id of the one that runs, and where.
+    snapshot: whose weights it goes on under. request: the id of the one that runs.
     """
 
     def __init__(self, call: SampleCall, index: int, decode: Decode | None) -> None:
         self.call = call
         self.index = index
         self.snapshot = call.snapshot
-        self.request: tuple[str, str] | None = None
+        self.request: str | None = None
         self.cached_tokens: int | None = None
         self.is_finished = not call.max_tokens
         self._decode = decode

@@ -31,11 +31,12 @@ _RETRY_S = 0.5
 class Server(Protocol):
     """number: of its starts, as far as known; what a server held is lost with each.
 
-    facts: what it said at the start.
+    facts: what it said then. is_shared: it goes on when we end.
     """
 
     name: str
     facts: Facts
+    is_shared: bool
 
     @property
     def number(self) -> int: ...
@@ -55,6 +56,8 @@ class Server(Protocol):
 
 class OwnServer:
     """See `Server`; started, and after a crash started again."""
+
+    is_shared = False
 
     def __init__(self, name: str, served: Served, options: SglangOptions, directory: Path) -> None:
         self.name = name
@@ -102,7 +105,9 @@ class OwnServer:
 
 
 class GivenServer:
-    """See `Server`; it runs already, and goes on when we end."""
+    """See `Server`; it runs already."""
+
+    is_shared = True
 
     def __init__(self, url: str, options: SglangOptions) -> None:
         self.name = f"SGLang at {url}"
@@ -132,6 +137,8 @@ class GivenServer:
                 if time.monotonic() > deadline:
                     raise self._unavailable(f"nothing for {self._wait_s:g} s")
                 await asyncio.sleep(_RETRY_S)
+            with suppress(httpx.HTTPError, ValueError):
+                self.facts = await asyncio.to_thread(ask_facts, self._url)
             self._number += 1
 
     def close(self) -> None:
