@@ -41,8 +41,8 @@ class ExpertRecord:
 
     @property
     def all_experts(self) -> Array:
-        """int16 (P + N - 1, L, K)."""
-        return np.concatenate([self.prompt_experts, self.experts]).astype(np.int16)
+        """(P + N - 1, L, K), as they are kept."""
+        return np.concatenate([self.prompt_experts, self.experts])
 
 
 class ExpertRecords(Records[ExpertRecord]):

@@ -308,7 +308,7 @@ def test_records_are_as_small_as_the_number_of_experts_allows(largest: int, dtyp
     experts = np.full((5, 3, 2), largest, np.int16)
     (record,) = found([experts])
     assert record.experts.dtype == dtype
-    assert record.all_experts.dtype == np.int16
+    assert record.all_experts.dtype == dtype
     assert np.array_equal(record.all_experts, experts)
     assert record.all_tokens.tolist() == [1, 2, 0, 1, 2, 3]
 

@@ -58,9 +58,9 @@ def num_layers(base: BaseModel) -> int:
 
 
 def recorded(base: BaseModel) -> list[Array | None]:
-    """Of SAMPLES: whole, all but the last token, none, whole, one layer left to the router."""
+    """Of SAMPLES: whole, all but the last token, none, whole in fewer bits, whole."""
     whole = [random_experts(10 + i, n, layers=num_layers(base)) for i, n in enumerate(LENGTHS)]
-    return [whole[0], whole[1][:-1], None, whole[3], whole[4]]
+    return [whole[0], whole[1][:-1], None, whole[3].astype(np.uint8), whole[4]]
 
 
 def session(trainer: TorchTrainer, name: str = "s", *, seed: int = 0) -> None:
