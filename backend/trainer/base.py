@@ -199,9 +199,9 @@ class Pass:
     The samples were checked (`samples.check`). With `gradients`, d objective / d logprob for each sample, the
     objective is the caller's and `loss` is not evaluated.
 
-    routed_experts: for each sample, which experts its tokens go through, as a generator recorded it: integers (its tokens,
-        or all but the last; layers with experts; experts of a token), as the model's `experts` says. The router chooses
-        for tokens and samples that have none; it always weighs.
+    routed_experts: for each sample, which experts its tokens go through, as a generator recorded it: integers, (its
+        tokens or all but the last; layers with experts; experts of a token), as the model's `experts` says. The router
+        chooses for tokens and samples that have none; it always weighs.
     """
 
     session: str
