@@ -87,7 +87,9 @@ class GeneratorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sample(self, request, context):
-        """Samples from one prompt. Needs no order; hanging up cancels it.
+        """Samples from one prompt. Needs no order; hanging up cancels it. A call waits for its turn, sessions in equal
+        shares; where more wait than the server holds at a time, it fails with RESOURCE_EXHAUSTED and a
+        google.rpc.RetryInfo that says when the same request will be welcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
