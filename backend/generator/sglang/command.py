@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from backend.generator.sglang.facts import WINDOW_RESERVE
+from backend.generator.sglang.facts import ATTENTION_MODULES, WINDOW_RESERVE
 from backend.generator.sglang.options import SglangOptions
 
 _ENV = {
@@ -23,10 +23,10 @@ _ENV = {
 }
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 _CPU_LORA = {
-    "--lora-backend": "torch_native",
+    "--lora-backend": ("torch_native",),
     # This backend takes rows of one prompt for another's where an adapter has the output head and several prompts are
     # read in one step (SGLang 0.5.23, layers/logits_processor.py); one at a time is right.
-    "--prefill-max-requests": "1",
+    "--prefill-max-requests": ("1",),
 }
 
 
@@ -51,8 +51,8 @@ class Served:
 def command(served: Served, options: SglangOptions, port: int) -> list[str]:
     """Arguments that the user gave come last, and are given once."""
     given = {argument.partition("=")[0] for argument in options.arguments}
-    ours = {name: value for name, value in _arguments(served, port).items() if name not in given}
-    flags = [part for name, value in ours.items() for part in ((name, value) if value else (name,))]
+    ours = _arguments(served, port).items()
+    flags = [part for name, values in ours if name not in given for part in (name, *values)]
     return [options.python, "-m", "sglang.launch_server", *flags, *options.arguments]
 
 
@@ -83,25 +83,27 @@ def gpus_each(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _arguments(served: Served, port: int) -> dict[str, str]:
-    """By name; without a value: a flag."""
+def _arguments(served: Served, port: int) -> dict[str, tuple[str, ...]]:
+    """Values by name; a flag has none."""
+    # The kernel for adapters of experts takes more than PEFT's files give it, and ends the server without a GPU.
+    lora_modules = ATTENTION_MODULES if served.has_experts else ("all",)
     chosen = {
-        "--model-path": str(served.directory),
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--dtype": served.dtype,
-        "--context-length": str(served.window + WINDOW_RESERVE),
-        "--enable-lora": "",
-        "--max-lora-rank": str(served.max_lora_rank),
-        "--lora-target-modules": "all",
-        "--log-level-http": "warning",
+        "--model-path": (str(served.directory),),
+        "--host": ("127.0.0.1",),
+        "--port": (str(port),),
+        "--dtype": (served.dtype,),
+        "--context-length": (str(served.window + WINDOW_RESERVE),),
+        "--enable-lora": (),
+        "--max-lora-rank": (str(served.max_lora_rank),),
+        "--lora-target-modules": lora_modules,
+        "--log-level-http": ("warning",),
     }
     if not served.has_tokenizer:
-        chosen["--skip-tokenizer-init"] = ""
+        chosen["--skip-tokenizer-init"] = ()
     if served.has_experts:
-        chosen["--enable-return-routed-experts"] = ""
+        chosen["--enable-return-routed-experts"] = ()
     if served.gpu is None:
-        return {**chosen, "--device": "cpu", **_CPU_LORA}
+        return {**chosen, "--device": ("cpu",), **_CPU_LORA}
     if served.memory_fraction is not None:
-        chosen["--mem-fraction-static"] = f"{served.memory_fraction:g}"
-    return {**chosen, "--base-gpu-id": str(served.gpu)}
+        chosen["--mem-fraction-static"] = (f"{served.memory_fraction:g}",)
+    return {**chosen, "--base-gpu-id": (str(served.gpu),)}

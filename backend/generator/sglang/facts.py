@@ -10,12 +10,16 @@ WINDOW_RESERVE = 8
 _INPUT_RESERVE = 6
 _SINCE = (0, 5, 9)
 
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+DENSE_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """window: the longest prompt with its continuation; None: it does not say.
 
-    max_loaded_loras: how many adapters it may hold; None: any number.
+    lora_modules: the last parts of the names of layers that adapters may have; what has others, it ends at.
+    max_loaded_loras: how many adapters it may have; None: any number.
     is_seeded: whether it has a use for seeds. weight_version: the name of the base weights it has now.
     """
 
@@ -23,6 +27,7 @@ class Facts:
     has_tokenizer: bool
     window: int | None
     enable_lora: bool
+    lora_modules: frozenset[str]
     max_lora_rank: int | None
     max_loaded_loras: int | None
     is_seeded: bool
@@ -48,6 +53,7 @@ def facts(server_info: Mapping[str, object]) -> Facts:
         has_tokenizer=not server_info.get("skip_tokenizer_init"),
         window=None if input_limit is None else input_limit + _INPUT_RESERVE - WINDOW_RESERVE,
         enable_lora=bool(server_info.get("enable_lora")),
+        lora_modules=_lora_modules(server_info.get("lora_target_modules")),
         max_lora_rank=_count(server_info, "max_lora_rank"),
         max_loaded_loras=_count(server_info, "max_loaded_loras"),
         is_seeded=bool(server_info.get("enable_deterministic_inference")),
@@ -55,6 +61,11 @@ def facts(server_info: Mapping[str, object]) -> Facts:
         attention=str(server_info.get("attention_backend") or ""),
         weight_version=str(server_info.get("weight_version") or "default"),
     )
+
+
+def _lora_modules(value: object) -> frozenset[str]:
+    names = [str(name) for name in value] if isinstance(value, list) else []
+    return frozenset(DENSE_MODULES if "all" in names else names)
 
 
 def _count(info: Mapping[str, object], name: str) -> int | None:

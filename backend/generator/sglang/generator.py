@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from backend.generator.sglang import peft_directory, replies, requests
 from backend.generator.sglang.adapters import Adapters
 from backend.generator.sglang.client import AdapterMissing, Client, Json, ServerLost, message_of
 from backend.generator.sglang.finite import FiniteCheck
-from backend.generator.sglang.full_directories import FullDirectories
+from backend.generator.sglang.full_directories import FullDirectories, FullSnapshot
 from backend.generator.sglang.model import ServedModel
 from backend.generator.sglang.options import SglangOptions
 from backend.generator.sglang.prompt import PromptResult
 from backend.generator.sglang.replies import Read, Sampled
 from backend.generator.sglang.requests import Reading
-from backend.generator.sglang.sample_run import SampleRun
+from backend.generator.sglang.sample_run import RunWeights, SampleRun, hold
 from backend.generator.sglang.server import Server
 from backend.generator.sglang.weights import WeightTurns
 from backend.generator.stopping import Decode, StopMatcher
@@ -83,7 +83,7 @@ class SglangGenerator:
         self._full = FullDirectories(
             directory / "full",
             Path(model.info.location),
-            lambda name: FiniteCheck(lambda: self._gives_numbers(None)),
+            lambda: FiniteCheck(lambda: self._gives_numbers(None)),
         )
         self._weights = WeightTurns(self._replace, lambda: server.number, self._after_restart)
         self._following: set[SampleRun] = set()
@@ -94,41 +94,53 @@ class SglangGenerator:
         return self._served.info
 
     async def add_snapshot(self, snapshot: str, weights: Weights) -> None:
-        is_known = snapshot in self._adapters or snapshot in self._full
+        is_known = self._adapters.find(snapshot) or self._full.find(snapshot)
         assert not is_known, f"snapshot {snapshot!r} exists: a name is used once"
         if isinstance(weights, FullWeights):
             check_full_weights(weights, self._served.tensor_shapes)
             await self._full.add(snapshot, weights)
             return
-        self._served.check_adapter(weights, self._server.facts.max_lora_rank)
+        self._served.check_adapter(weights, self._server.facts)
         adapter = peft_directory.completed(weights, self._served.layers)
         await self._adapters.add(snapshot, adapter)
 
     def drop_snapshot(self, snapshot: str) -> None:
-        self._require(snapshot)
-        (self._full if snapshot in self._full else self._adapters).drop(snapshot)
+        is_full = isinstance(self._find(snapshot), FullSnapshot)
+        (self._full if is_full else self._adapters).drop(snapshot)
 
     def move(self, old: str, new: str) -> None:
         """SGLang cannot change a running request's weights: it is ended there with the tokens that it has, and what
         follows is asked for under the new ones."""
-        self._require(new)
+        weights = self._find(new)
         for run in self._following:
             if run.snapshot == old:
-                run.snapshot = new
+                run.move(new, weights)
                 if run.request is not None:
                     self._client.abort(run.request)
 
     async def sample(self, call: SampleCall) -> SampleResult:
         self._check(call)
-        runs = [SampleRun(call, i, self._decode) for i in range(call.num_samples)]
-        self._following |= set(runs) if call.follows else set()
-        try:
-            prompt = PromptResult(call)
-            for reading in requests.readings(call, self.model.limits.vocab_size):
-                prompt.add(reading, await self._persistently(self._reading(call, reading)))
-            sequences = await _all([self._finish(run) for run in runs]) if call.max_tokens else []
-        finally:
-            self._following -= set(runs)
+        with ExitStack() as held:
+            weights = self._find(call.snapshot)
+            hold(held, weights)
+            runs = [
+                SampleRun(call, i, self._decode, weights, held) for i in range(call.num_samples)
+            ]
+            self._following |= set(runs) if call.follows else set()
+            try:
+                return await self._answer(call, weights, runs)
+            finally:
+                self._following -= set(runs)
+
+    async def _answer(
+        self, call: SampleCall, weights: RunWeights, runs: list[SampleRun]
+    ) -> SampleResult:
+        """The prompt is scored under the weights that the call began with."""
+        prompt = PromptResult(call)
+        for reading in requests.readings(call, self.model.limits.vocab_size):
+            read = await self._persistently(self._reading(call, weights, reading))
+            prompt.add(reading, read)
+        sequences = await _all([self._finish(run) for run in runs]) if call.max_tokens else []
         cached = prompt.cached_tokens if prompt.cached_tokens is not None else runs[0].cached_tokens
         return prompt.result(sequences, cached or 0, requests.warnings(call, self._server.facts))
 
@@ -151,7 +163,6 @@ class SglangGenerator:
 
     def _check(self, call: SampleCall) -> None:
         self._require_open()
-        self._require(call.snapshot)
         limits = self.model.limits
         check_tokens(call.prompt, limits, what="The prompt")
         if call.target_prompt_tokens is not None and call.target_prompt_tokens.size:
@@ -167,10 +178,16 @@ class SglangGenerator:
         if self._is_closed:
             raise _closed()
 
-    def _require(self, snapshot: str | None) -> None:
-        if snapshot is None or snapshot in self._adapters or snapshot in self._full:
-            return
-        raise fail(Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot)
+    def _find(self, snapshot: str | None) -> RunWeights:
+        """None: the base model. Raises SNAPSHOT_NOT_FOUND."""
+        if snapshot is None:
+            return None
+        found = self._adapters.find(snapshot) or self._full.find(snapshot)
+        if found is None:
+            raise fail(
+                Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot
+            )
+        return found
 
     async def _finish(self, run: SampleRun) -> SampledSequence:
         while not run.is_finished:
@@ -180,7 +197,7 @@ class SglangGenerator:
     def _advancing(self, run: SampleRun) -> Callable[[], Awaitable[None]]:
         async def advance() -> None:
             snapshot = run.snapshot
-            async with self._placed(snapshot) as place, self._turn(run.call, run.num_left):
+            async with self._placed(run.weights) as place, self._turn(run.call, run.num_left):
                 if run.snapshot != snapshot:
                     return  # It moved while it waited.
                 part = await self._sample(run, place)
@@ -218,9 +235,11 @@ class SglangGenerator:
         self._check_weights(part.weight_version, place)
         return part
 
-    def _reading(self, call: SampleCall, reading: Reading) -> Callable[[], Awaitable[Read]]:
+    def _reading(
+        self, call: SampleCall, weights: RunWeights, reading: Reading
+    ) -> Callable[[], Awaitable[Read]]:
         async def attempt() -> Read:
-            async with self._placed(call.snapshot) as place, self._turn(call, len(reading.tokens)):
+            async with self._placed(weights) as place, self._turn(call, len(reading.tokens)):
                 return await self._read(reading, place)
 
         return attempt
@@ -228,7 +247,8 @@ class SglangGenerator:
     async def _read(self, reading: Reading, place: _Place) -> Read:
         body = requests.reading_body(reading, place.lora)
         url = await self._server.url()
-        found = replies.read(await self._client.generate(url, body, uuid.uuid4().hex), reading)
+        reply = await self._client.generate(url, body, uuid.uuid4().hex)
+        found = replies.read(reply, reading, vocab_size=self.model.limits.vocab_size)
         self._check_weights(found.weight_version, place)
         return found
 
@@ -237,24 +257,22 @@ class SglangGenerator:
         return self._turns.turn(call.snapshot or "", float(max(num_tokens, 1)))
 
     @asynccontextmanager
-    async def _placed(self, snapshot: str | None) -> AsyncIterator[_Place]:
-        """The server has the snapshot's weights until the end, or until it is started again."""
-        self._require(snapshot)
-        if snapshot is not None and snapshot in self._full:
-            with self._full.use(snapshot) as full:
-                async with self._weights.turn(full.name):
-                    await full.finite.require()
-                    yield _Place(weights=full.name)
+    async def _placed(self, weights: RunWeights) -> AsyncIterator[_Place]:
+        """The server has these, which are held, until the end, or until it is started again."""
+        if isinstance(weights, FullSnapshot):
+            async with self._weights.turn(weights.name):
+                await weights.finite.require()
+                yield _Place(weights=weights.name)
             return
         async with self._weights.turn(None):
-            if snapshot is None:
+            if weights is None:
                 yield _Place()
                 return
-            async with self._adapters.use(snapshot) as lora:
+            async with self._adapters.use(weights) as lora:
                 try:
                     yield _Place(lora=lora)
                 except AdapterMissing:
-                    self._adapters.missing(snapshot)
+                    self._adapters.missing(weights)
                     raise
 
     async def _persistently(self, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -322,7 +340,7 @@ class SglangGenerator:
         body = requests.reading_body(reading, lora)
         reply = await self._client.generate(await self._server.url(), body, uuid.uuid4().hex)
         try:
-            replies.read(reply, reading)
+            replies.read(reply, reading, vocab_size=self.model.limits.vocab_size)
         except PostTrainingError as error:
             if error.reason is Reason.NON_FINITE_LOGITS:
                 return False

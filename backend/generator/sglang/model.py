@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
+from backend.generator.sglang.facts import Facts
 from backend.generator.sglang.replies import Experts
 from backend.trainer import checks, targets
 from backend.trainer.base import Adapter, ModelInfo
@@ -37,21 +38,39 @@ class ServedModel:
         """Of full weights, by name. Raises UNIMPLEMENTED for a model whose files hold what cannot be trained."""
         return ModelLayout(self._base.module).tensors.shapes
 
-    def check_adapter(self, adapter: Adapter, max_rank: int | None) -> None:
-        """Raises INCOMPATIBLE_CHECKPOINT for tensors that are not this model's, UNIMPLEMENTED for a rank too large."""
-        model_type = self._base.module.config.model_type
+    def check_adapter(self, adapter: Adapter, facts: Facts) -> None:
+        """Raises INCOMPATIBLE_CHECKPOINT for tensors that are not this model's, UNIMPLEMENTED for what the server
+        cannot serve."""
+        model_type, rank = self._base.module.config.model_type, adapter.lora.rank
         chosen = targets.select(self.layers, model_type, adapter.lora)
-        checks.check_adapter(
-            adapter, adapter.lora, targets.tensor_shapes(chosen, adapter.lora.rank)
-        )
-        if max_rank is not None and adapter.lora.rank > max_rank:
+        checks.check_adapter(adapter, adapter.lora, targets.tensor_shapes(chosen, rank))
+        foreign = {layer.path for layer in chosen if not _is_served(layer, facts)}
+        if foreign and facts.enable_lora:
             raise fail(
                 Reason.UNIMPLEMENTED,
-                f"The adapter has rank {adapter.lora.rank}, and this SGLang server was started for ranks up to "
-                f"{max_rank}: start it with --max-lora-rank {adapter.lora.rank} (--sglang-args).",
-                rank=adapter.lora.rank,
-                max_lora_rank=max_rank,
+                f"This adapter trains {_some(foreign)}, and this SGLang server takes adapters of "
+                f"{', '.join(sorted(facts.lora_modules))} alone: train those (train_mlp=False leaves experts out), or "
+                "use --generator embedded.",
+                layers=",".join(sorted(foreign)),
             )
+        if facts.max_lora_rank is not None and rank > facts.max_lora_rank:
+            raise fail(
+                Reason.UNIMPLEMENTED,
+                f"The adapter has rank {rank}, and this SGLang server was started for ranks up to "
+                f"{facts.max_lora_rank}: start it with --max-lora-rank {rank} (--sglang-args).",
+                rank=rank,
+                max_lora_rank=facts.max_lora_rank,
+            )
+
+
+def _is_served(layer: Layer, facts: Facts) -> bool:
+    return not layer.as_parameter and layer.path.rpartition(".")[2] in facts.lora_modules
+
+
+def _some(paths: Collection[str], most: int = 3) -> str:
+    first = sorted(paths)[:most]
+    rest = len(paths) - len(first)
+    return ", ".join(first) + (f" and {rest} more" if rest else "")
 
 
 def _experts(base: BaseModel) -> Experts | None:

@@ -12,7 +12,6 @@ from backend.checkpoints.manifest import ADAPTER_WEIGHTS, PEFT_CONFIG
 from backend.store import write_whole
 from backend.trainer.base import Adapter
 from backend.trainer.targets import Layer, tensor_names
-from together_post_training.errors import Reason, fail
 
 # SGLang computes these as one layer, and takes an adapter of one of them to have all: it refuses some that do not, and
 # ends at the first sample of others (0.5.23, lora/lora.py).
@@ -28,18 +27,7 @@ def write(directory: Path, adapter: Adapter, base_model: str) -> None:
 
 
 def completed(adapter: Adapter, layers: Mapping[str, Layer]) -> Adapter:
-    """The same adapter, with pairs of zeros for those layers that SGLang expects beside the ones that it has.
-
-    Raises:
-        PostTrainingError: UNIMPLEMENTED for an adapter of experts.
-    """
-    if adapter.targets is not None and adapter.targets.parameters:
-        raise fail(
-            Reason.UNIMPLEMENTED,
-            "This adapter trains experts or layers beside them, which SGLang cannot serve as PEFT writes them: "
-            f"{', '.join(adapter.targets.parameters)}. Train with train_mlp=False, or use --generator embedded.",
-            parameters=",".join(adapter.targets.parameters),
-        )
+    """The same adapter, with pairs of zeros for those layers that SGLang expects beside the ones that it has."""
     tensors = dict(adapter.tensors)
     for path in peft_files.module_paths(adapter.tensors):
         for other in _fused_with(path):

@@ -85,7 +85,7 @@ def sampled(
     )
 
 
-def read(reply: Json, reading: Reading) -> Read:
+def read(reply: Json, reading: Reading, *, vocab_size: int) -> Read:
     """Raises as `sampled` does."""
     meta = _meta(reply)
     if _end(meta) == "abort":
@@ -94,7 +94,7 @@ def read(reply: Json, reading: Reading) -> Read:
     logprobs, topk, chosen = np.empty(0, np.float32), None, None
     if num_scored:
         rows = _scored(meta, "input_token_logprobs", num_scored)
-        if [row[1] for row in rows] != reading.tokens[-num_scored:].tolist():
+        if not _are_of(rows, reading.tokens[-num_scored:].tolist(), vocab_size):
             raise unreadable("log-probabilities of other tokens than the prompt's")
         logprobs = _finite([row[0] for row in rows])
         if reading.num_top:
@@ -169,6 +169,16 @@ def _scored(meta: Mapping[str, object], name: str, num_scored: int) -> list:
     if len(rows) != num_scored + 1:
         raise unreadable(f"{len(rows)} rows of {name}, must be {num_scored + 1}")
     return rows[1:]
+
+
+def _are_of(rows: Sequence, tokens: list[int], vocab_size: int) -> bool:
+    """Whether the rows name these tokens. SGLang 0.5.23 names the last of the vocabulary 0 in the rows of a prompt
+    (logprob_result_processor.py); their numbers are right."""
+    last = vocab_size - 1
+    return all(
+        row[1] == token or (token == last and row[1] == 0)
+        for row, token in zip(rows, tokens, strict=True)
+    )
 
 
 def _finite(values: Sequence[float | None]) -> Array:

@@ -9,12 +9,14 @@ as many of the last tokens as the string itself has, and misses one that was sam
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import ExitStack
 
 import numpy as np
 
 from backend.generator.base import SampleCall, SampledSequence, Segment, Stop, Topk
+from backend.generator.sglang.adapters import LoraSnapshot
 from backend.generator.sglang.client import unreadable
+from backend.generator.sglang.full_directories import FullSnapshot
 from backend.generator.sglang.replies import Sampled, padded
 from backend.generator.stopping import Decode, StopMatcher
 from together_post_training.errors import Reason, fail
@@ -22,19 +24,33 @@ from together_post_training.errors import Reason, fail
 Array = np.ndarray
 
 
+# None: the base model.
+RunWeights = LoraSnapshot | FullSnapshot | None
+
+
 class SampleRun:
     """Owned by the event loop; `take` may run in another thread while nobody else looks.
 
-    snapshot: whose weights it goes on under. request: the id of the one that runs.
+    snapshot, weights: what it goes on under. held: keeps that, for as long as the call runs.
+    request: the id of the one that runs.
     """
 
-    def __init__(self, call: SampleCall, index: int, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        call: SampleCall,
+        index: int,
+        decode: Decode | None,
+        weights: RunWeights,
+        held: ExitStack,
+    ) -> None:
         self.call = call
         self.index = index
         self.snapshot = call.snapshot
+        self.weights = weights
         self.request: str | None = None
         self.cached_tokens: int | None = None
         self.is_finished = not call.max_tokens
+        self._held = held
         self._decode = decode
         self._parts: list[Sampled] = []
         self._segments: list[Segment] = []
@@ -49,6 +65,10 @@ class SampleRun:
     def is_long_to_take(self) -> bool:
         """Whether text has to be made of its tokens."""
         return bool(self.call.stop.strings)
+
+    def move(self, snapshot: str, weights: RunWeights) -> None:
+        hold(self._held, weights)
+        self.snapshot, self.weights = snapshot, weights
 
     def so_far(self) -> list[int]:
         """The prompt and its own tokens."""
@@ -107,9 +127,14 @@ class SampleRun:
 
     def _kept_segments(self, kept: int) -> tuple[Segment, ...]:
         """None for what was sampled as the call asked from the first token to the last."""
-        segments = tuple(replace(s) for s in self._segments if s.first_token < kept)
+        segments = tuple(s for s in self._segments if s.first_token < kept)
         whole = (Segment(snapshot=self.call.snapshot),)
         return () if segments == whole else segments
+
+
+def hold(held: ExitStack, weights: RunWeights) -> None:
+    if weights is not None:
+        held.enter_context(weights.held.hold())
 
 
 def stop_length(tokens: list[int], stop: Stop, decode: Decode | None) -> int | None:
