@@ -126,6 +126,43 @@ def test_ties_extremes_and_broken_rows_are_drawn_like_the_references(
         assert_same_draw(logits, limits, np.full(4, uniform))
 
 
+def test_a_nucleus_of_what_top_k_leaves_is_not_taken_for_one_of_everything():
+    """One token of mass 1, 599 of e^-1.5: a hundredth of 400 of them is .90, of all of them 1.34."""
+    logits = np.full((50, 600), -1.5, np.float32)
+    logits[:, 300] = 0
+    uniforms = (np.arange(50) + 0.5) / 50
+    limits = controls(50, top_k=400, top_p=0.01)
+    assert_same_draw(logits, limits, uniforms)
+    tokens, _ = torch_sampling.draw(torch.from_numpy(logits), limits, uniforms)
+    assert set(tokens.tolist()) == {300}
+
+
+@pytest.mark.parametrize("error", [-0.9e-6, 0.0, 0.9e-6])
+def test_a_total_that_is_rough_decides_no_close_call(error):
+    """top_p so that the nucleus ends within a millionth of its second token, on either side of it."""
+    logits = random_logits(40, 500, seed=5)
+    shifted = torch.from_numpy(logits - logits.max(axis=1, keepdims=True))
+    masses = np.exp(shifted.double().numpy())
+    totals = masses.sum(axis=1)
+    two = -np.sort(-masses, axis=1)[:, :2].sum(axis=1) / totals
+    sides = np.tile([1 - 4e-7, 1 + 4e-7], 20)
+    clear = np.tile([0.99, 1.01], 20)
+    uniforms = np.random.default_rng(0).random(40)
+    rough = totals * (1 + error)
+    close = controls(40, top_p=two * sides)
+    tokens, is_drawn = truncation.draw_among_likeliest(shifted, rough, close, uniforms)
+    would_err = (sides - 1) * (sides * (1 + error) - 1) < 0
+    assert not is_drawn[would_err].any()
+    assert error == 0 or would_err.any()
+    expected, _ = sampling.draw(logits, close, uniforms)
+    assert tokens[is_drawn].tolist() == expected[is_drawn].tolist()
+    limits = controls(40, top_p=two * clear)
+    tokens, is_drawn = truncation.draw_among_likeliest(shifted, rough, limits, uniforms)
+    assert is_drawn.all()
+    assert tokens.tolist() == sampling.draw(logits, limits, uniforms)[0].tolist()
+    assert_same_draw(logits, close, uniforms)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize(
     "limits",

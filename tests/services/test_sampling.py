@@ -301,8 +301,8 @@ def test_the_engine_learns_whether_the_caller_chose_the_seed_and_its_warnings_ar
 
     generator.sample = sample  # pyright: ignore[reportAttributeAccessIssue]
     base = watched.caller.open(base_model=MODEL)
-    unseeded: dict[str, Any] = {}
-    for fields in (unseeded, {"seed": 0}):
+    choices: list[dict[str, Any]] = [{}, {"seed": 0}]
+    for fields in choices:
         response = watched.caller.generator.Sample(request(base, max_tokens=1, **fields))
         assert list(response.warnings) == ["seeds are of no use here"]
     scored = watched.caller.generator.ComputeLogprobs(
