@@ -22,6 +22,8 @@ from backend.config import (
     DEFAULT_STORE,
     ServerConfig,
 )
+from backend.generator.sglang.command import split_arguments
+from backend.generator.sglang.options import SglangOptions, parse_generator
 from backend.resources.catalog import ModelSpec, parse_spec
 from backend.resources.engines import EngineOptions
 from together_post_training.errors import PostTrainingError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from backend.server import Server
 
 T = TypeVar("T", int, float)
+Option = TypeVar("Option")
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # It tells of every request.
     try:
         _check(options)
     except ValueError as error:
@@ -89,6 +93,13 @@ def _check(options: argparse.Namespace) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"--model {twice[0]} is given twice: every model needs a name of its own, which --model NAME=PATH gives it"
+        )
+    for name in ("sglang_args", "sglang_dir"):
+        if options.generator is None and getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} says nothing without --generator sglang")
+    if options.generator and options.sglang_args:
+        raise ValueError(
+            "--sglang-args are for servers that are started here: those of --generator sglang:URL run already"
         )
     if not options.allow_anonymous and not _is_loopback(options.host):
         raise ValueError(
@@ -207,6 +218,18 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         token_budget=options.token_budget,
         activation_bytes=None if memory_gib is None else int(memory_gib * 2**30),
         num_generator_replicas=options.generator_replicas,
+        sglang=_sglang_options(options),
+    )
+
+
+def _sglang_options(options: argparse.Namespace) -> SglangOptions | None:
+    if options.generator is None:
+        return None
+    return SglangOptions(
+        urls=options.generator,
+        python=options.sglang_python,
+        arguments=options.sglang_args,
+        directory=options.sglang_dir,
     )
 
 
@@ -332,6 +355,52 @@ def _add_how_to_compute(serve: argparse.ArgumentParser) -> None:
         help="memory for what a pass keeps for its backward pass; layers of samples that need more are computed twice; "
         "None: half of what is free at the start",
     )
+    _add_generator(serve)
+
+
+def _add_generator(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--generator",
+        type=_read_as(parse_generator),
+        default="embedded",
+        metavar="embedded|sglang|sglang:URL[,URL]",
+        help="what samples: the built-in engine; SGLang servers that are started for each model and end with this one; "
+        "or those that run at these addresses, started for the same model with --enable-lora, --lora-target-modules "
+        "all and SGLANG_RETURN_ORIGINAL_LOGPROB=1",
+    )
+    serve.add_argument(
+        "--sglang-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="the interpreter of the environment that has SGLang, for servers that are started",
+    )
+    serve.add_argument(
+        "--sglang-args",
+        type=_read_as(split_arguments),
+        default="",
+        metavar="'ARGS'",
+        help="more arguments for servers that are started, as for sglang.launch_server: --sglang-args='--tp 2'. "
+        "They override those that are chosen here",
+    )
+    serve.add_argument(
+        "--sglang-dir",
+        type=Path,
+        metavar="PATH",
+        help="where snapshots are written for SGLang's servers, which must see them under the same path; None: in the "
+        "store",
+    )
+
+
+def _read_as(read: Callable[[str], Option]) -> Callable[[str], Option]:
+    """Reads an option. `read`: raises ValueError, saying what is accepted."""
+
+    def parse(text: str) -> Option:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:

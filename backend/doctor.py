@@ -41,6 +41,7 @@ def run(out: TextIO) -> int:
     missing = [package for package in _SERVER if _version(package) is None]
     if not missing:
         print(f"engines: {_describe_engines()}", file=out)
+    print(f"SGLang, for serve --generator sglang: {_describe_sglang()}", file=out)
     if missing:
         print(
             f"A server needs {', '.join(missing)}: pip install 'together-post-training[server]'",
@@ -116,6 +117,13 @@ def _describe_engines() -> str:
         f"on {device} (--device), weights in {dtype} (--dtype); {free_memory.gib(free)} free, "
         f"{free_memory.gib(memory.default_activation_bytes(free))} of it for activations (--activation-memory)"
     )
+
+
+def _describe_sglang() -> str:
+    installed = _version("sglang")
+    if installed is None:
+        return "not installed here; it may be in another environment (--sglang-python)"
+    return f"{installed} (tested: 0.5.23)"
 
 
 def _describe_import() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -78,7 +79,9 @@ class Server:
         self._checkpoints = CheckpointStore(self._store.checkpoints, clock)
         self._registry = OperationRegistry(self._journal, clock)
         self._intake = Intake(self._registry, self._journal, clock)
-        open_configured = partial(engines.open_engines, options=config.engines)
+        open_configured = partial(
+            engines.open_engines, options=config.engines, scratch=self._store.handed_out
+        )
         self._factory = self._make_factory(open_engines or open_configured)
         catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
         self._resources = Resources(catalog, self._open_resource)
@@ -170,6 +173,7 @@ class Server:
     async def _recover(self) -> None:
         for path in self._store.snapshots.iterdir():
             path.unlink()
+        shutil.rmtree(self._store.handed_out, ignore_errors=True)
         lost = operations_pb2.Operation()
         error = fail(
             Reason.SESSION_LOST,

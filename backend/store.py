@@ -9,6 +9,7 @@ Each part:
     journal.sqlite3         sessions, operations, results, snapshots; with -wal and -shm beside it
     operations/             requests and results too large for the database
     snapshots/              published weights that are not in memory
+    handed-out/             published weights for servers of other programs to read
     lock                    held while a server uses the part
 """
 
@@ -46,6 +47,11 @@ class Store:
     @property
     def snapshots(self) -> Path:
         return self.part / "snapshots"
+
+    @property
+    def handed_out(self) -> Path:
+        """Made by who needs it."""
+        return self.part / "handed-out"
 
     def close(self) -> None:
         os.close(self.lock_fd)
