@@ -123,6 +123,29 @@ def test_samples_that_start_over_keep_their_experts(tmp_path, wait, sample_all, 
         assert_are_the_models_own(merged(base, None), one, sequence)
 
 
+def test_prompt_that_was_read_before_is_read_again_for_its_experts(
+    base_of, generator_of, sample_all
+):
+    """Keys and values may be reused; where their tokens went is not kept with them."""
+    generator = generator_of("qwen3_moe")
+    one = asked(40, seed=4, max_tokens=4)
+    sample_all(generator, replace(one, return_routed_experts=False))
+    for (again,) in (sample_all(generator, one) for _ in range(2)):
+        assert again.cache_hit_tokens == 0
+        assert_are_the_models_own(merged(base_of("qwen3_moe"), None), one, again.sequences[0])
+
+
+def test_prompts_that_are_read_in_parts_have_all_their_experts(base_of, wait, sample_all):
+    base = base_of("qwen3_moe")
+    generator = EmbeddedGenerator(base, max_prefill_tokens=8)
+    calls = [asked(n, seed=n, max_tokens=6, num_samples=2) for n in (30, 3, 21)]
+    results = sample_all(generator, *calls)
+    wait(generator.close())
+    for one, result in zip(calls, results, strict=True):
+        for sequence in result.sequences:
+            assert_are_the_models_own(merged(base, None), one, sequence)
+
+
 def rows(*values: int) -> np.ndarray:
     return np.array(values, np.int16).reshape(-1, 1, 1)
 
