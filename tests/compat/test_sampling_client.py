@@ -62,15 +62,17 @@ def test_sampled_sequences_have_ids_of_their_own(sampler):
 def test_stop_is_a_string_strings_or_token_ids_and_is_kept_in_the_tokens(
     sampler, stop, expected, reason
 ):
-    """The model's text is one letter a token, a for 0; it has no end-of-sequence token."""
+    """The model's text is one letter a token, a for 0; it has no end-of-sequence token. SA-08."""
     (sequence,) = sampler.sample(prompt(3), 1, greedy(10, stop=stop)).result().sequences
     assert (sequence.tokens, sequence.stop_reason) == (expected, reason)
     assert len(sequence.logprobs) == len(expected)
 
 
-def test_stop_of_mixed_kinds_is_refused_by_tinkers_type():
+@pytest.mark.parametrize("stop", [[6, "g"], [[]]])
+def test_stop_of_mixed_kinds_is_refused_by_tinkers_type(stop):
+    """SA-08, SA-12."""
     with pytest.raises(ValueError, match="stop"):
-        greedy(10, stop=[6, "g"])
+        greedy(10, stop=stop)
 
 
 def test_no_stop_and_an_empty_stop_differ_on_the_wire(fake):
@@ -157,6 +159,7 @@ def test_the_same_seed_gives_the_same_tokens_and_the_members_of_a_group_differ(s
 
 
 def test_samples_without_a_seed_differ(sampler):
+    """SA-02."""
     params = types.SamplingParams(max_tokens=30, temperature=3.0)
     drawn = [tokens_of(sampler.sample(prompt(3), 1, params).result())[0] for _ in range(3)]
     assert len({tuple(t) for t in drawn}) == 3

@@ -46,6 +46,7 @@ def assert_same_answer(got: SampleResult, wanted: SampleResult, tolerance: float
 
 @pytest.mark.parametrize("rank", [4, 16])
 def test_sampled_logprobs_are_those_of_forward(bench: Bench, rank):
+    """LG-01."""
     session = trained(bench, rank=rank)
     snapshot = bench.publish(session)
     prompt = prompt_of(bench, 6)
@@ -199,6 +200,7 @@ def test_unknown_and_dropped_snapshots_are_not_found(bench: Bench):
 
 
 def test_a_running_sample_survives_the_drop_of_its_snapshot(bench: Bench):
+    """SA-23."""
     session = trained(bench)
     snapshot, twin = bench.publish(session), bench.publish(session)
     asked = call([1, 2], snapshot=snapshot, num_samples=2, max_tokens=40)

@@ -35,6 +35,7 @@ TOL = 1e-4
 def test_stop_token_is_kept_and_counted(
     succ16: Bench, prompt, stop_tokens, max_tokens, expected, reason
 ):
+    """SA-10, SA-13."""
     greedy = call(prompt, max_tokens=max_tokens, temperature=0.0, stop_tokens=stop_tokens)
     (sequence,) = succ16.sample(greedy).sequences
     assert sequence.tokens.tolist() == expected
@@ -45,6 +46,7 @@ def test_stop_token_is_kept_and_counted(
 
 
 def test_greedy_runs_to_the_end_of_the_window(succ16: Bench):
+    """SA-18."""
     window = succ16.generator.model.limits.max_seq_length
     (sequence,) = succ16.sample(call([3], max_tokens=window - 1, temperature=0.0)).sequences
     assert sequence.tokens.tolist() == [(4 + i) % 16 for i in range(window - 1)]
@@ -64,6 +66,7 @@ def test_greedy_runs_to_the_end_of_the_window(succ16: Bench):
     ],
 )
 def test_extreme_limits_are_greedy_with_raw_logprobs(succ16: Bench, limits):
+    """SA-03, SA-07."""
     result = succ16.sample(call([3], num_samples=20, max_tokens=1, **limits))
     assert {s.tokens.tolist()[0] for s in result.sequences} == {4}
     for sequence in result.sequences:
@@ -74,7 +77,7 @@ def test_extreme_limits_are_greedy_with_raw_logprobs(succ16: Bench, limits):
     ("temperature", "share"), [(1.0, 0.784477), (0.5, 0.994994), (2.0, 0.330030), (5.0, 0.129197)]
 )
 def test_temperature_sets_the_share_of_the_likeliest(succ16: Bench, temperature, share):
-    """4 standard deviations of 2000 draws; exact shares are e^(4/T) / (e^(4/T) + 15)."""
+    """4 standard deviations of 2000 draws; exact shares are e^(4/T) / (e^(4/T) + 15). SA-03."""
     result = succ16.sample(call([3], num_samples=2000, max_tokens=1, temperature=temperature))
     tokens = np.concatenate([s.tokens for s in result.sequences])
     assert np.mean(tokens == 4) == pytest.approx(share, abs=4 * np.sqrt(share * (1 - share) / 2000))
@@ -97,6 +100,7 @@ def test_positions_of_a_sample_are_drawn_independently(succ16: Bench):
 
 
 def test_top_k_above_the_vocabulary_and_0_keep_all(succ16: Bench):
+    """SA-06."""
     free = call([3], num_samples=8, max_tokens=12, temperature=5.0)
     expected = [s.tokens.tolist() for s in succ16.sample(free).sequences]
     for top_k in (16, 1000):
@@ -119,6 +123,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(succ16: Bench):
 
 
 def test_prompt_logprobs_have_the_prompts_length(succ16: Bench):
+    """LG-03."""
     scored = succ16.sample(call([3, 4, 5, 9, 10], max_tokens=0, prompt_logprobs=True))
     assert scored.prompt_logprobs is not None
     assert scored.prompt_logprobs.dtype == np.float32
@@ -140,6 +145,7 @@ def test_prompt_logprobs_are_absent_unless_asked_for(succ16: Bench):
 
 @pytest.mark.parametrize("k", [3, 16, 17])
 def test_topk_of_the_prompt(succ16: Bench, k):
+    """LG-05."""
     result = succ16.sample(call([3, 4], num_samples=4, max_tokens=1, topk_prompt_logprobs=k))
     topk = result.topk_prompt
     assert topk is not None
@@ -178,6 +184,7 @@ def test_snapshots_and_the_base_answer_side_by_side(succ16: Bench):
 
 
 def test_a_very_unlikely_token_has_a_finite_logprob(succ16: Bench):
+    """LG-06."""
     session = succ16.session(rank=4, alpha=16)
     snapshot = succ16.name("snapshot")
     adapter = always(succ16.trainer, session, token=2, delta=-1e5)

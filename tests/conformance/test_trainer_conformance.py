@@ -94,6 +94,7 @@ def test_logprobs_do_not_depend_on_weights(bench: Bench):
 
 
 def test_logprobs_do_not_depend_on_neighbours(bench: Bench):
+    """LG-08."""
     session = trained_session(bench)
     samples = batch(bench, 5, 1, 30, 2, 17, 3, 3, 8)
     together = forward(bench.trainer, session, samples)
@@ -104,10 +105,30 @@ def test_logprobs_do_not_depend_on_neighbours(bench: Bench):
 
 
 def test_copies_in_one_batch_get_the_same_logprobs(bench: Bench):
+    """LG-12."""
     session = trained_session(bench)
     one, *others = batch(bench, 9, 4, 20)
     copies = forward(bench.trainer, session, [one, others[0], one, one, others[1], one])
     assert_close([copies[i] for i in (2, 3, 5)], [copies[0]] * 3, bench.tolerance)
+
+
+def test_logprobs_are_those_of_forward_whatever_follows(bench: Bench):
+    """LG-11: a pass that computes gradients, of any loss, and one that does not."""
+    session = trained_session(bench)
+    samples = batch(bench, 5, 1, 30, 8)
+    scored = forward(bench.trainer, session, samples)
+    assert_close(run(bench.trainer, session, samples, backward=True).logprobs, scored, 1e-6)
+    policy = [
+        sample(
+            one.tokens.tolist(),
+            one.inputs["target_tokens"].tolist(),
+            logprobs=logprobs,
+            advantages=np.ones(len(logprobs), np.float32),
+        )
+        for one, logprobs in zip(samples, scored, strict=True)
+    ]
+    again = run(bench.trainer, session, policy, "ppo", backward=True)
+    assert_close(again.logprobs, scored, 1e-6)
 
 
 def test_same_batch_alone_gives_the_same_bits(bench: Bench):

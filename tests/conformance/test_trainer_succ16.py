@@ -152,6 +152,7 @@ def test_integer_advantages_and_weights_count_as_floats(succ16: Bench):
 
 
 def test_a_very_unlikely_target_has_a_finite_logprob(succ16: Bench):
+    """LG-06."""
     session = succ16.session(rank=4, alpha=16)
     succ16.trainer.load(session, always(succ16.trainer, session, token=2, delta=-1e5), None)
     result = run(succ16.trainer, session, [sample([3], [2])])

@@ -120,7 +120,7 @@ def test_prompt_logprobs_are_those_of_float32_on_the_same_weights(
 
 @pytest.mark.parametrize("compute", ["auto", "bfloat16"])
 def test_logprobs_of_the_vocabulary_are_never_positive(sharp, generators, sample_all, compute):
-    """And add up to 1 to float32's precision, whatever hidden states are computed in."""
+    """And add up to 1 to float32's precision, whatever hidden states are computed in. LG-07."""
     generator = generators(load(sharp("llama"), compute=compute))
     asked = call(random_prompt(20), max_tokens=4, topk_prompt_logprobs=128)
     (result,) = sample_all(generator, asked)

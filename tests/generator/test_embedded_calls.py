@@ -138,6 +138,7 @@ def test_an_adapter_of_another_model_is_refused(base_of, generator, wait):
 
 
 def test_neighbours_of_all_lengths_change_nothing(base_of, generator, sample_all):
+    """LG-08."""
     module = merged(base_of("qwen3"), None)
     one = call(random_prompt(9, seed=9), max_tokens=15, prompt_logprobs=True)
     (alone,) = sample_all(generator, one)
@@ -319,6 +320,7 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(bytes_base, speller, 
 
 
 def test_a_special_token_is_a_stop_by_text_and_by_id(bytes_base, speller, sample_all):
+    """SA-09."""
     special = 258
     name = decode(bytes_base, [special])
     assert name == "<|im_end|>"

@@ -106,6 +106,7 @@ def test_logprobs_are_raw_whatever_the_controls(base_of, generator, sample_all):
 
 
 def test_the_whole_vocabulary_adds_up_to_one(generator, sample_all):
+    """LG-07."""
     asked = call(random_prompt(9), max_tokens=4, topk_prompt_logprobs=128, topk_sample_logprobs=128)
     (result,) = sample_all(generator, asked)
     assert result.topk_prompt is not None
@@ -144,7 +145,7 @@ def test_the_edge_of_a_window_is_where_transformers_has_it(
 
 
 def test_learned_positions_do_not_depend_on_neighbours(tmp_path, wait, sample_all):
-    """GPT-2, whose layers take no adapter here: its base model samples and scores like any other."""
+    """GPT-2, whose layers take no adapter here: its base model samples and scores like any other. LG-09."""
     base = base_model.load("gpt2", str(models.rand(tmp_path / "gpt2", "gpt2", n_inner=48)))
     generator = EmbeddedGenerator(base)
     calls = [

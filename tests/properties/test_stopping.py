@@ -60,17 +60,19 @@ def num_taken(tokens: Sequence[int], stop: Stop, decode: Decode | None) -> int |
     ],
 )
 def test_stops_end_a_sample_of_letters(stop, expected):
-    """Tokens 4 to 13 are the letters e to n."""
+    """Tokens 4 to 13 are the letters e to n. SA-08, SA-12."""
     assert num_taken(range(4, 14), stop, decode_letters) == expected
 
 
 def test_a_special_token_stops_as_text_and_as_id():
+    """SA-09."""
     decode = byte_decoder([b"a", b"b", b"<|eot|>"])
     assert num_taken([0, 1, 2, 0], Stop(strings=("<|eot|>",)), decode) == 3
     assert num_taken([0, 1, 2, 0], Stop(tokens=(2,)), decode) == 3
 
 
 def test_a_character_split_over_tokens_stops_at_its_last_byte():
+    """SA-11."""
     pieces = [b"x", *(bytes([b]) for b in DNA.encode())]
     decode = byte_decoder(pieces)
     assert num_taken([0, 0, 1, 2, 3, 4, 0], Stop(strings=(DNA,)), decode) == 6
@@ -79,6 +81,7 @@ def test_a_character_split_over_tokens_stops_at_its_last_byte():
 
 
 def test_a_match_may_end_inside_a_token_and_the_token_is_kept():
+    """SA-11."""
     decode = byte_decoder([b"xa", b"bc"])
     assert num_taken([0, 1, 0], Stop(strings=("ab",)), decode) == 2
 

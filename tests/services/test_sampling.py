@@ -66,19 +66,32 @@ def test_sample_gives_tokens_with_their_untempered_logprobs(caller: Caller, base
 
 
 def test_absent_and_explicit_values_of_sampling_parameters_differ(caller: Caller, base: str):
-    """SA-05: temperature 0 is greedy, seed 0 is a seed, absent ones are drawn."""
+    """SA-05: temperature 0 is greedy, seed 0 is a seed, absent ones are drawn. SA-18."""
     for _ in range(5):
         assert sampled(caller, base, temperature=0, max_tokens=1) == [[4]]
     hot = {"temperature": 5.0, "max_tokens": 30}
     assert sampled(caller, base, seed=0, **hot) == sampled(caller, base, seed=0, **hot)
     assert sampled(caller, base, **hot) != sampled(caller, base, **hot)
     assert len(sampled(caller, base, max_tokens=1)) == 1
-    window = sampled(caller, base, [3] * 1020, temperature=0)
-    assert len(window[0]) == 4, "max_tokens absent: what the window leaves"
+    for num_tokens in (1, 1020):
+        window = sampled(caller, base, [3] * num_tokens, temperature=0)
+        assert len(window[0]) == 1024 - num_tokens, "max_tokens absent: what the window leaves"
+
+
+def test_samples_without_a_seed_all_differ_also_after_a_restart(tmp_path: Path):
+    """SA-02."""
+    seen: list[tuple[int, ...]] = []
+    for _ in range(2):
+        with serving(tmp_path / "store") as running:
+            base = running.caller.open(base_model=MODEL)
+            for _ in range(10):
+                (tokens,) = sampled(running.caller, base, temperature=5.0, max_tokens=8)
+                seen.append(tuple(tokens))
+    assert len(set(seen)) == 20
 
 
 def test_stop_absent_is_the_models_end_and_an_empty_one_stops_at_nothing(caller: Caller, base: str):
-    """This model has no end-of-sequence token."""
+    """This model has no end-of-sequence token. SA-08, SA-13."""
     greedy = {"temperature": 0, "max_tokens": 6}
     assert sampled(caller, base, **greedy) == [[4, 5, 6, 7, 8, 9]]
     assert sampled(caller, base, stop=pb.Stop(), **greedy) == [[4, 5, 6, 7, 8, 9]]
@@ -128,6 +141,7 @@ def test_stop_absent_is_the_models_end_and_an_empty_one_stops_at_nothing(caller:
         ({"tokens": [2**31 - 1]}, "TOKEN_OUT_OF_RANGE", "2147483647"),
         ({"stop": pb.Stop(tokens=[10**7])}, "TOKEN_OUT_OF_RANGE", "10000000"),
         ({"stop": pb.Stop(tokens=[-5])}, "TOKEN_OUT_OF_RANGE", "-5"),
+        ({"stop": pb.Stop(strings=[""])}, "INVALID_ARGUMENT", "empty string"),
         ({"stop": pb.Stop(strings=["a", ""])}, "INVALID_ARGUMENT", "empty string"),
         (
             {"tokens": [1] * 1000, "max_tokens": 100},
@@ -140,7 +154,7 @@ def test_stop_absent_is_the_models_end_and_an_empty_one_stops_at_nothing(caller:
 def test_sample_is_refused_with_the_value_and_what_is_accepted(
     caller: Caller, base: str, fields: dict[str, Any], reason: str, says: str
 ):
-    """SA-16 and its like: the engine never sees them, and goes on."""
+    """SA-16 and its like: the engine never sees them, and goes on. SA-05, SA-06, SA-07, SA-12."""
     refused = refusal(caller.generator.Sample, request(base, **fields))
     assert refused.code == grpc.StatusCode.INVALID_ARGUMENT
     assert refused.reason == reason
@@ -322,9 +336,10 @@ def test_prompt_of_images_is_refused(caller: Caller, base: str):
 
 
 def test_top_k_of_0_and_minus_1_keep_all_and_1_is_greedy(caller: Caller, base: str):
+    """SA-06."""
     hot = {"temperature": 50.0, "max_tokens": 200, "seed": 3}
     everything = sampled(caller, base, **hot)
-    for top_k in (0, -1, 16):
+    for top_k in (0, -1, 16, 1000):
         assert sampled(caller, base, top_k=top_k, **hot) == everything
     assert len(set(everything[0])) == 16
     assert sampled(caller, base, top_k=1, temperature=50.0, max_tokens=2) == [[4, 5]]
@@ -341,6 +356,7 @@ def test_seed_may_be_any_integer_and_sample_i_has_seed_plus_i(caller: Caller, ba
 
 
 def test_score_gives_the_logprob_of_each_token_after_the_first(caller: Caller, base: str):
+    """LG-03."""
     np.testing.assert_allclose(caller.score(base, [3, 4, 5, 9]), [NAN, HIT, HIT, MISS], atol=1e-5)
     np.testing.assert_array_equal(caller.score(base, [3]), [NAN])
     assert len(caller.score(base, [1] * 1024)) == 1024

@@ -91,6 +91,7 @@ def test_writing_to_the_file_later_does_not_change_a_loaded_model(llama: Path):
     ],
 )
 def test_eos_tokens_come_from_the_generation_config_first(llama, config, generation, expected):
+    """SA-13."""
     edit_config(llama, eos_token_id=config)
     (llama / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
