@@ -8,10 +8,11 @@ word (sliding windows on a CPU, 0.5.23).
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 
-from backend.generator.base import SampleCall, SampleResult, Stop
+from backend.generator.base import SampleCall, Stop
 from backend.generator.sglang.facts import Facts
 from backend.generator.sglang.generator import SglangGenerator
 from backend.trainer.base import Adapter, LoraConfig, Pass, Trainer
@@ -43,32 +44,51 @@ async def check_agreement(
     _check_windows(base, facts)
     prompt = _prompt(base)
     gap = await _gap(generator, trainer, prompt, None)
-    if not gap < base.check_tolerance:
+    if not gap.largest < base.check_tolerance:
         raise fail(
             Reason.UNIMPLEMENTED,
-            f"SGLang's log-probabilities of {base.info.name!r} differ from the trainer's by {gap:g}. Either it serves "
+            f"SGLang's log-probabilities of {base.info.name!r} differ from the trainer's by {gap}. Either it serves "
             "other weights, or was started without SGLANG_RETURN_ORIGINAL_LOGPROB=1, or it computes this model "
             f"(model type {base.module.config.model_type!r}) in another way: use --generator embedded then.",
-            gap=gap,
+            gap=gap.largest,
         )
-    log.info("SGLang agrees with the trainer to %.1e on the base model", gap)
+    log.info("SGLang agrees with the trainer on the base model: they differ by %s", gap)
     if not facts.enable_lora:
         log.warning(
             "this SGLang server was started without --enable-lora: it cannot sample from adapters"
         )
         return
     gap = await _adapter_gap(generator, trainer, prompt)
-    if not gap < base.check_tolerance:
+    if gap is None:
+        return
+    if not gap.largest < base.check_tolerance:
         raise fail(
             Reason.UNIMPLEMENTED,
-            f"SGLang's log-probabilities of {base.info.name!r} with an adapter differ from the trainer's by {gap:g}: "
+            f"SGLang's log-probabilities of {base.info.name!r} with an adapter differ from the trainer's by {gap}: "
             "use --generator embedded.",
-            gap=gap,
+            gap=gap.largest,
         )
-    log.info("SGLang agrees with the trainer to %.1e on an adapter", gap)
+    log.info("SGLang agrees with the trainer on an adapter: they differ by %s", gap)
 
 
-async def _adapter_gap(generator: SglangGenerator, trainer: Trainer, prompt: Array) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """The largest differences of log-probabilities, in nats."""
+
+    prompt: float
+    sampled: float
+
+    @property
+    def largest(self) -> float:
+        """NaN if either is."""
+        return float(np.maximum(self.prompt, self.sampled))
+
+    def __str__(self) -> str:
+        return f"{self.prompt:.2g} on a prompt and {self.sampled:.2g} on tokens sampled at temperature {_TEMPERATURE:g}"
+
+
+async def _adapter_gap(generator: SglangGenerator, trainer: Trainer, prompt: Array) -> _Gap | None:
+    """None: this server has no adapters of this model."""
     adapter = _random_adapter(trainer)
     try:
         await generator.add_snapshot(_SNAPSHOT, adapter)
@@ -80,13 +100,12 @@ async def _adapter_gap(generator: SglangGenerator, trainer: Trainer, prompt: Arr
         if error.reason is not Reason.UNIMPLEMENTED:
             raise
         log.warning("SGLang cannot sample from adapters of this model: %s", error.message)
-        return 0.0
+        return None
 
 
 async def _gap(
     generator: SglangGenerator, trainer: Trainer, prompt: Array, adapter: Adapter | None
-) -> float:
-    """The largest difference, over the prompt and what is sampled at another temperature than 1."""
+) -> _Gap:
     result = await generator.sample(
         SampleCall(
             snapshot=None if adapter is None else _SNAPSHOT,
@@ -101,17 +120,14 @@ async def _gap(
             prompt_logprobs=True,
         )
     )
-    whole, theirs = _whole(prompt, result)
-    ours = _forward(trainer, adapter, whole)
-    return float(np.abs(ours - theirs).max())
-
-
-def _whole(prompt: Array, result: SampleResult) -> tuple[Array, Array]:
-    """All tokens, and the log-probabilities of all but the first."""
     (sequence,) = result.sequences
     assert result.prompt_logprobs is not None
-    tokens = np.concatenate([prompt, sequence.tokens.astype(np.int64)])
-    return tokens, np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+    ours = _forward(trainer, adapter, np.concatenate([prompt, sequence.tokens.astype(np.int64)]))
+    num_scored = len(prompt) - 1
+    return _Gap(
+        prompt=float(np.abs(ours[:num_scored] - result.prompt_logprobs[1:]).max()),
+        sampled=float(np.abs(ours[num_scored:] - sequence.logprobs).max()),
+    )
 
 
 def _forward(trainer: Trainer, adapter: Adapter | None, tokens: Array) -> Array:
