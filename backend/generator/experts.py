@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from backend.generator.linear import linear
-from backend.generator.lora import Routes, add_product
+from backend.generator.lora import Routes
 from backend.trainer.experts import Dispatch, dispatch
 
 
@@ -33,17 +32,19 @@ class RoutedExperts(nn.Module):
         return sent.combine(down, weights_TK)
 
     def _linear(self, name: str, x_SI: Tensor, sent: Dispatch) -> Tensor:
-        weight_EOI = self._shared[name]
+        weight_EOI, products = self._shared[name], self._routes.products
         y_SO = torch.cat(
-            [linear(x_SI[lo:hi], weight_EOI[expert], None) for expert, lo, hi in sent.ranges()]
+            [
+                products.linear(x_SI[lo:hi], weight_EOI[expert], None)
+                for expert, lo, hi in sent.ranges()
+            ]
         )
         for span in self._routes.spans:
             pair = span.weights.pairs.get(f"{self._path}.{name}")
             if pair is not None:
                 a_t, b_t = pair
                 for expert, lo, hi in sent.ranges_of(span.start, span.stop):
-                    pieces = y_SO[lo:hi], x_SI[lo:hi], a_t[expert], b_t[expert]
-                    add_product(*pieces, span.weights.scale)
+                    products.add_product(y_SO[lo:hi], x_SI[lo:hi], a_t[expert], b_t[expert])
         return y_SO
 
 

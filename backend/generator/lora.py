@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,14 @@ from backend.trainer.experts import columns_of_b, rows_of_a
 from backend.trainer.targets import Layer
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, kw_only=True)
 class SnapshotWeights:
-    """A snapshot's own copy of an adapter. pairs: by layer's path, A^T (in, rank) and B^T (rank, out); of experts,
-    (E, in, rank) and (E, rank, out)."""
+    """A snapshot's own copy of an adapter. pairs: by layer's path, A^T (in, rank) and B^T (rank, out), float32, B times
+    the adapter's scale; of experts, (E, in, rank) and (E, rank, out)."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
-    scale: float
+    rank: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,58 @@ class Span:
     weights: SnapshotWeights
 
 
+def add_product(y: Tensor, x: Tensor, a_t: Tensor, b_t: Tensor) -> None:
+    """y += (x A^T) B^T, in float32 and rounded once where y is kept in fewer bits."""
+    low = x.to(a_t.dtype).mm(a_t)
+    if y.dtype == b_t.dtype:
+        y.addmm_(low, b_t)
+    else:
+        y.add_(low.mm(b_t))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How products are computed: of a layer, `linear`, and of an adapter, `add_product`."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    add_product: Callable[[Tensor, Tensor, Tensor, Tensor], None] = add_product
+
+
+class Adapters(Protocol):
+    """Of the packed tokens of one forward."""
+
+    def add(self, path: str, y_TO: Tensor, x_TI: Tensor) -> None:
+        """y += what the adapters of this layer give for x."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneByOne:
+    """Adapters, each computed for itself."""
+
+    spans: Sequence[Span]
+    products: Products
+
+    def add(self, path: str, y_TO: Tensor, x_TI: Tensor) -> None:
+        for span in self.spans:
+            pair = span.weights.pairs.get(path)
+            if pair is not None:
+                rows = slice(span.start, span.stop)
+                self.products.add_product(y_TO[rows], x_TI[rows], *pair)
+
+
 class Routes:
     """Which tokens go through which adapter, now; all others are the base model's. Owned by the engine's thread, read
     by all layers.
 
-    chosen: takes, layer after layer, the experts that each token goes through, int64 (T, K). None: nobody asks.
+    adapters: None, if there are no spans. chosen: where layers with experts put those that the tokens go through; None:
+    nobody asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products) -> None:
+        self.products = products
         self.spans: Sequence[Span] = ()
+        self.adapters: Adapters | None = None
         self.chosen: list[Tensor] | None = None
 
 
@@ -53,6 +98,7 @@ class RoutedLinear(nn.Module):
         super().__init__()
         # In a tuple, because reading a registered parameter takes nn.Module a microsecond, hundreds of times per token.
         self._shared = (layer.weight, layer.bias)
+        self._linear = routes.products.linear
         self._path = path
         self._routes = routes
 
@@ -64,26 +110,10 @@ class RoutedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out); all but the last dimension are packed tokens."""
         x_T = x.reshape(-1, x.shape[-1])
-        y_T = linear(x_T, *self._shared)
-        if self._routes.spans:
-            self._add(x_T, y_T)
+        y_T = self._linear(x_T, *self._shared)
+        if self._routes.adapters is not None:
+            self._routes.adapters.add(self._path, y_T, x_T)
         return y_T.view(*x.shape[:-1], -1)
-
-    def _add(self, x_T: Tensor, y_T: Tensor) -> None:
-        for span in self._routes.spans:
-            pair = span.weights.pairs.get(self._path)
-            if pair is not None:
-                rows = slice(span.start, span.stop)
-                add_product(y_T[rows], x_T[rows], *pair, span.weights.scale)
-
-
-def add_product(y: Tensor, x: Tensor, a_t: Tensor, b_t: Tensor, scale: float) -> None:
-    """y += scale * (x A^T) B^T, in float32 and rounded once where y is kept in fewer bits."""
-    low = x.to(a_t.dtype).mm(a_t)
-    if y.dtype == b_t.dtype:
-        y.addmm_(low, b_t, alpha=scale)
-    else:
-        y.add_(low.mm(b_t), alpha=scale)
 
 
 def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) -> None:
@@ -108,6 +138,8 @@ def snapshot_weights(
             for name in layer.tensors
         )
         if layer.num_experts:
-            a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts).contiguous()
-        pairs[layer.path] = (a.mT, b.mT)
-    return SnapshotWeights(pairs=pairs, scale=adapter.lora.scale)
+            a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts)
+        # Contiguous as they are multiplied: faster by a sixth.
+        pairs[layer.path] = a.mT.contiguous(), b.mT.contiguous().mul_(adapter.lora.scale)
+    num_bytes = sum(t.nbytes for pair in pairs.values() for t in pair)
+    return SnapshotWeights(pairs=pairs, rank=adapter.lora.rank, num_bytes=num_bytes)

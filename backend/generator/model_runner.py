@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from backend.generator import attention, experts
-from backend.generator.lora import Routes, Span, install
+from backend.generator.adapter_stack import Stacks
+from backend.generator.lora import Products, Routes, Span, install
 from backend.trainer import targets
 from backend.trainer.base import LoraConfig
 from backend.trainer.base_model import BaseModel
@@ -26,7 +27,8 @@ class ModelRunner:
         view = base.view(attention.NAME)
         self._model_type = view.config.model_type
         self._layers: Mapping[str, Layer] = {}
-        self._routes = Routes()
+        self._routes = Routes(Products())
+        self._stacks = Stacks(base.device)
         if self._model_type in FAMILIES:
             self._layers = targets.layers_of(view)
             experts.install(view, targets.expert_modules(view), self._routes)
@@ -76,8 +78,10 @@ class ModelRunner:
     @contextmanager
     def _routed(self, spans: Sequence[Span], chosen: list[Tensor] | None = None) -> Iterator[None]:
         """For one forward: afterwards nothing here keeps a snapshot alive."""
-        self._routes.spans, self._routes.chosen = spans, chosen
+        routes = self._routes
+        routes.spans, routes.chosen = spans, chosen
+        routes.adapters = self._stacks.adapters(spans, routes.products) if spans else None
         try:
             yield
         finally:
-            self._routes.spans, self._routes.chosen = (), None
+            routes.spans, routes.chosen, routes.adapters = (), None, None
