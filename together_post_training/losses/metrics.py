@@ -81,8 +81,8 @@ def summarize(values: Sequence[LossValue], num_tokens: int) -> dict[str, float]:
 
     For policy losses, over the positions whose weight and advantage are not 0, if there are any:
     "ratio:mean" and "ratio:max" of p / q (of the sequence's where the loss uses that);
-    "logprob_diff:mean" and "logprob_diff:max" of |log p - log q|: on samples that were drawn from these very weights, how
-    far the trainer and the sampler are apart;
+    "logprob_diff:mean" and "logprob_diff:max" of |log p - log q|: how far trainer and sampler are apart, on
+    samples that were drawn from these very weights;
     "kl_k1:mean" and "kl_k3:mean", estimators of KL(q || p) by tokens drawn from q (Schulman, "Approximating KL
     divergence", 2020);
     "ess:mean", the effective sample size of importance weights over their number, (sum r)^2 / (n * sum r^2): 1 if
