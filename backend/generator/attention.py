@@ -1,4 +1,4 @@
-"""Attention for generation, plugged into transformers: packed prompts, and one token for each running sample.
+"""Attention for generation, plugged into transformers: packed parts of prompts, and one token for each running sample.
 
 Both see the tokens of all sequences as one row of T without padding, and store keys and values in the cache
 themselves, so that the model runs without a cache of its own. What to do comes as the keyword `plan`.
@@ -23,8 +23,8 @@ from backend.generator.kv_cache import Pool, Row
 NAME = "together_generator"
 CPU = torch.device("cpu")
 
-# Queries per block where a window is shorter than the prompt: bounds the mask to (block, block + window).
-_WINDOW_BLOCK = 512
+# Queries per block where they do not see all before them: bounds the mask to (block, block + window).
+_BLOCK = 512
 
 
 class Plan(Protocol):
@@ -47,29 +47,25 @@ class Plan(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Packed tokens that go on a sequence of which `row` holds `start` tokens."""
+
+    row: Row
+    start: int
+    num_tokens: int
+
+
 class PrefillPlan:
-    """Whole prompts, one after another; each is stored in any number of rows.
+    """Parts of sequences, one after another; each is stored in its row."""
 
-    Args:
-        prompts: for each, its number of tokens and the rows to fill.
-    """
-
-    def __init__(
-        self, prompts: Sequence[tuple[int, Sequence[Row]]], device: torch.device = CPU
-    ) -> None:
-        self._spans: list[tuple[int, int]] = []
-        start = 0
-        for length, _ in prompts:
-            self._spans.append((start, start + length))
-            start += length
-        self._stores = _stores(
-            [
-                (row, span)
-                for (_, rows), span in zip(prompts, self._spans, strict=True)
-                for row in rows
-            ],
-            device,
-        )
+    def __init__(self, parts: Sequence[Part], device: torch.device = CPU) -> None:
+        self._parts: list[tuple[int, int, Part]] = []
+        stop = 0
+        for part in parts:
+            start, stop = stop, stop + part.num_tokens
+            self._parts.append((start, stop, part))
+        self._stores = _stores(self._parts, device)
 
     def attend(
         self,
@@ -85,17 +81,20 @@ class PrefillPlan:
         for store in self._stores:
             store.write(layer, keys_T, values_T)
         out_T = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-        for start, stop in self._spans:
+        for start, stop, part in self._parts:
             q, k, v = (x[0, :, start:stop] for x in (query, key, value))
-            if window is None or stop - start <= window:
+            length = part.start + part.num_tokens
+            if part.start:
+                k, v = part.row.pool.read_row(layer, part.row.index, length)
+            elif window is None or length <= window:
                 out_T[start:stop] = _causal(q, k, v, scale)
-            else:
-                out_T[start:stop] = _windowed(q, k, v, scale, window)
+                continue
+            out_T[start:stop] = _masked(q, k, v, scale, window or length)
         return out_T[None]
 
 
 class DecodePlan:
-    """One token for each running sample; the cache holds no other rows than theirs.
+    """One token for each running sample, of all that run.
 
     Args:
         rows: of the samples, in the order of their tokens.
@@ -111,7 +110,7 @@ class DecodePlan:
         self._groups = []
         for pool, order in members.items():
             order.sort(key=lambda i: rows[i].index)
-            assert len(order) == len(pool.rows)
+            assert len(order) == pool.num_running
             self._groups.append(_Group(pool, order, [lengths[i] for i in order], device))
 
     def attend(
@@ -192,19 +191,22 @@ class _Store:
         self.pool.write(layer, self.places, keys_T, values_T)
 
 
-def _stores(targets: Iterable[tuple[Row, tuple[int, int]]], device: torch.device) -> list[_Store]:
-    by_pool: dict[Pool, list[tuple[Row, tuple[int, int]]]] = {}
-    for row, span in targets:
-        by_pool.setdefault(row.pool, []).append((row, span))
+def _stores(parts: Iterable[tuple[int, int, Part]], device: torch.device) -> list[_Store]:
+    by_pool: dict[Pool, list[tuple[int, int, Part]]] = {}
+    for entry in parts:
+        by_pool.setdefault(entry[2].row.pool, []).append(entry)
     stores = []
     for pool, entries in by_pool.items():
-        sources = torch.cat([torch.arange(*span, device=device) for _, span in entries])
         places = torch.cat(
             [
-                torch.arange(stop - start, device=device) + row.index * pool.capacity
-                for row, (start, stop) in entries
+                torch.arange(part.num_tokens, device=device)
+                + (part.row.index * pool.capacity + part.start)
+                for _, _, part in entries
             ]
         )
+        sources = None
+        if len(by_pool) > 1:
+            sources = torch.cat([torch.arange(*span, device=device) for *span, _ in entries])
         stores.append(_Store(pool, sources, places))
     return stores
 
@@ -215,18 +217,19 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
-    """As `_causal`, over no more than `window` keys, the query's own included."""
-    num_tokens = q.shape[1]
+def _masked(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
+    """q (N, n, D) of the last n of m tokens, k and v (K, m, D) -> (n, N, D); each sees no more than `window` tokens,
+    itself included."""
+    num_tokens, num_before = q.shape[1], k.shape[1] - q.shape[1]
     blocks = []
-    for start in range(0, num_tokens, _WINDOW_BLOCK):
-        stop = min(start + _WINDOW_BLOCK, num_tokens)
-        first = max(0, start - window + 1)
-        queries = torch.arange(start, stop, device=q.device)
-        distance = queries[:, None] - torch.arange(first, stop, device=q.device)
+    for start in range(0, num_tokens, _BLOCK):
+        stop = min(start + _BLOCK, num_tokens)
+        first, end = max(0, num_before + start - window + 1), num_before + stop
+        queries = torch.arange(num_before + start, end, device=q.device)
+        distance = queries[:, None] - torch.arange(first, end, device=q.device)
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
-            *_grouped(q[:, start:stop], k[:, first:stop], v[:, first:stop]),
+            *_grouped(q[:, start:stop], k[:, first:end], v[:, first:end]),
             attn_mask=seen,
             scale=scale,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 from backend.generator.base import SampleCall, SampleResult
 from backend.generator.batch import Batch
@@ -32,8 +33,8 @@ class EmbeddedGenerator:
         max_running: samples that run at once; more wait their turn.
         cache_bytes: memory for keys and values; at least a window's. Each snapshot of full weights that is sampled from
             has as much for itself.
-        max_prefill_tokens: tokens of prompts read in one step: more are faster to read, and let those that run
-            wait longer.
+        max_prefill_tokens: tokens of prompts read in one step while samples run; longer prompts are read in parts, so
+            that nobody waits longer for the next token.
 
     Raises:
         ValueError: `cache_bytes` does not hold one whole window.
@@ -46,7 +47,7 @@ class EmbeddedGenerator:
         *,
         max_running: int = 128,
         cache_bytes: int = 2 * 2**30,
-        max_prefill_tokens: int = 4096,
+        max_prefill_tokens: int = 512,
     ) -> None:
         self._model = base.info
         runner = ModelRunner(base)
@@ -69,6 +70,7 @@ class EmbeddedGenerator:
             )
 
         self._engine = start(runner)
+        self._following: set[_Following] = set()
         self._full = FullSnapshots(base, lambda model: start(ModelRunner(model)))
 
     @property
@@ -81,30 +83,42 @@ class EmbeddedGenerator:
         if isinstance(weights, FullWeights):
             self._full.add(snapshot, weights)
             return
-        self._snapshots[snapshot] = snapshot_weights(
-            weights, self._adapted(weights.lora), self._device
-        )
+        known = snapshot_weights(weights, self._adapted(weights.lora), self._device)
+        self._snapshots[snapshot] = known
+        self._engine.keep_prefixes(known)
 
     def drop_snapshot(self, snapshot: str) -> None:
         if snapshot in self._full:
             self._full.drop(snapshot)
             return
-        self._weights(snapshot)
-        del self._snapshots[snapshot]
+        self._check_known(snapshot)
+        self._engine.drop_prefixes(self._snapshots.pop(snapshot))
 
     def move(self, old: str, new: str) -> None:
-        raise fail(Reason.UNIMPLEMENTED, "Calls cannot move to other weights yet.")
+        self._check_known(new)
+        for following in self._following:
+            if following.snapshot == old:
+                following.snapshot = new
+                following.has_moved.set()
 
     async def sample(self, call: SampleCall) -> SampleResult:
         if self._is_closed:
             raise fail(Reason.UNAVAILABLE, "The generator was closed.")
-        if call.snapshot is not None and call.snapshot in self._full:
-            self._check(call)
-            async with self._full.engine(call.snapshot) as engine:
-                return await self._run(engine, call, None)
-        weights = self._weights(call.snapshot)
+        self._check_known(call.snapshot)
         self._check(call)
-        return await self._run(self._engine, call, weights)
+        async with AsyncExitStack() as held:
+            following = self._follow(call, held)
+            engine, weights = await self._place(call.snapshot, held)
+            job = Job(call, weights, self._decode)
+            engine.submit(job)
+            answer = asyncio.wrap_future(job.future)
+            held.callback(answer.cancel)
+            while call.follows and await following.moves_before(answer):
+                snapshot = following.snapshot
+                to, weights = await self._place(snapshot, held)
+                engine.move(job, snapshot, weights, to)
+                engine = to
+            return await answer
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -113,21 +127,26 @@ class EmbeddedGenerator:
             await asyncio.to_thread(self._full.close)
             self._snapshots.clear()
 
-    async def _run(
-        self, engine: Engine, call: SampleCall, weights: SnapshotWeights | None
-    ) -> SampleResult:
-        job = Job(call, weights, self._decode)
-        engine.submit(job)
-        return await asyncio.wrap_future(job.future)
+    def _follow(self, call: SampleCall, held: AsyncExitStack) -> _Following:
+        following = _Following(call.snapshot)
+        if call.follows:
+            self._following.add(following)
+            held.callback(self._following.discard, following)
+        return following
 
-    def _weights(self, snapshot: str | None) -> SnapshotWeights | None:
-        if snapshot is None:
-            return None
-        if snapshot not in self._snapshots:
-            raise fail(
-                Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot
-            )
-        return self._snapshots[snapshot]
+    async def _place(
+        self, snapshot: str | None, held: AsyncExitStack
+    ) -> tuple[Engine, SnapshotWeights | None]:
+        """Where a call of this snapshot runs, and the adapter that it takes; both last as long as it is held."""
+        if snapshot is not None and snapshot in self._full:
+            return await held.enter_async_context(self._full.engine(snapshot)), None
+        self._check_known(snapshot)
+        return self._engine, None if snapshot is None else self._snapshots[snapshot]
+
+    def _check_known(self, snapshot: str | None) -> None:
+        if snapshot is None or snapshot in self._full or snapshot in self._snapshots:
+            return
+        raise fail(Reason.SNAPSHOT_NOT_FOUND, f"Unknown snapshot {snapshot!r}.", snapshot=snapshot)
 
     def _check(self, call: SampleCall) -> None:
         """What would fail in the middle of a step, and with it the calls computed in the same one."""
@@ -143,6 +162,24 @@ class EmbeddedGenerator:
                 max_tokens=call.max_tokens,
                 max_seq_length=limits.max_seq_length,
             )
+
+
+class _Following:
+    """A call's snapshot, which may change while it runs. Owned by the event loop."""
+
+    def __init__(self, snapshot: str | None) -> None:
+        self.snapshot = snapshot
+        self.has_moved = asyncio.Event()
+
+    async def moves_before(self, answer: asyncio.Future[SampleResult]) -> bool:
+        """Waits until the snapshot changes, or until the call is answered."""
+        moved = asyncio.ensure_future(self.has_moved.wait())
+        try:
+            await asyncio.wait([moved, answer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
+        self.has_moved.clear()
+        return not answer.done()
 
 
 def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch
 
 from backend.generator.batch import Batch
+from backend.generator.lora import SnapshotWeights
 from backend.generator.sequences import Job, Prefill, Sample
 from backend.generator.stepper import Drawn, Stepper
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -30,12 +32,28 @@ class Engine:
     def __init__(self, stepper: Stepper, batch: Batch) -> None:
         self._stepper = stepper
         self._batch = batch
-        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Job | Callable[[], None] | None] = SimpleQueue()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         self._inbox.put(job)
+        if self._has_ended:
+            self._fail_left_behind()
+
+    def keep_prefixes(self, weights: SnapshotWeights) -> None:
+        """What is read under these weights is kept for later calls, until they are dropped."""
+        self._inbox.put(lambda: self._batch.prefixes.add(weights))
+
+    def drop_prefixes(self, weights: SnapshotWeights) -> None:
+        self._inbox.put(lambda: self._batch.prefixes.drop(weights))
+
+    def move(
+        self, job: Job, snapshot: str | None, weights: SnapshotWeights | None, to: Engine
+    ) -> None:
+        """A job that was submitted here goes on under other weights, maybe in another engine."""
+        self._inbox.put(lambda: self._move(job, snapshot, weights, to))
 
     def end(self) -> None:
         """Ends the thread after the step that is in progress, and fails what is unfinished."""
@@ -53,24 +71,48 @@ class Engine:
                     self._step()
                 except Exception as error:
                     self._fail(self._batch.jobs, error)
-        closed = fail(Reason.UNAVAILABLE, "The generator was closed.")
-        for job in (*self._batch.jobs, *self._left_behind()):
-            job.fail(closed)
+        for job in self._batch.jobs:
+            job.fail(_closed())
+        self._has_ended = True
+        self._fail_left_behind()
 
     def _receive(self) -> bool:
         """Takes in all that has arrived; waits for something if there is nothing to do. False at the end."""
-        while True:
-            try:
-                job = self._inbox.get(block=self._batch.is_idle)
-            except Empty:
-                return True
-            if job is None:
-                return False
-            self._batch.add(job)
+        try:
+            while self._take_in():
+                pass
+        except Empty:
+            return True
+        return False
 
-    def _left_behind(self) -> list[Job]:
-        arrived = [self._inbox.get() for _ in range(self._inbox.qsize())]
-        return [job for job in arrived if job is not None]
+    def _take_in(self) -> bool:
+        message = self._inbox.get(block=self._batch.is_idle)
+        if isinstance(message, Job):
+            self._batch.add(message)
+        elif message is not None:
+            message()
+        return message is not None
+
+    def _fail_left_behind(self) -> None:
+        """What arrived too late."""
+        with suppress(Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if isinstance(message, Job):
+                    message.fail(_closed())
+
+    def _move(
+        self, job: Job, snapshot: str | None, weights: SnapshotWeights | None, to: Engine
+    ) -> None:
+        if job.future.done():
+            return
+        self._batch.forget({job})
+        job.move(snapshot, weights)
+        if to is self:
+            self._batch.add(job)
+        else:
+            job.number = -1
+            to.submit(job)
 
     def _step(self) -> None:
         batch = self._batch
@@ -90,7 +132,7 @@ class Engine:
 
     def _read(self, prefills: list[Prefill]) -> None:
         drawn = self._stepper.read(prefills)
-        self._batch.start()
+        self._batch.start(prefills)
         self._push(drawn)
         self._answer({prefill.job for prefill in prefills})
 
@@ -113,7 +155,7 @@ class Engine:
                 self._fail({sample.job}, error)
                 continue
             if sample.is_finished:
-                self._batch.release(sample)
+                self._batch.retire(sample)
                 sample.job.num_unfinished -= 1
 
     def _answer(self, jobs: Iterable[Job]) -> None:
@@ -126,3 +168,7 @@ class Engine:
         self._batch.forget(jobs)
         for job in jobs:
             job.fail(fail(Reason.INTERNAL, f"The generator failed: {error}"))
+
+
+def _closed() -> PostTrainingError:
+    return fail(Reason.UNAVAILABLE, "The generator was closed.")

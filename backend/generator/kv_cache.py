@@ -1,14 +1,16 @@
-"""Keys and values of the samples that are running.
+"""Keys and values of the samples that are running, and of the prompts that are being read.
 
-Each sample owns one row. Rows of equal capacity lie together in a pool, so that one attention call serves them all
-and none computes with more than twice what it needs; a row that is full moves to the pool of the next size. The
-rows of a pool are always its first ones: the place of a row that is given back is filled with the last.
+Each owns one row. Rows of equal capacity lie together in a pool, so that one attention call serves them all and none
+computes with more than twice what it needs; a row that is full moves to the pool of the next size. The rows of a pool
+are always its first ones, and of these the first are those of running samples: the place of a row that leaves is filled
+with the last.
 
-Shapes: K heads of keys and values, D of a head.
+Shapes: K heads of keys and values, D of a head, W all keys and values of a token, of all layers, side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,10 @@ from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
 _SMALLEST_CAPACITY = 64
+
+# Of each layer, keys and values (0, K, D): their shapes and dtypes. Filled in by what is written first: nothing about
+# the model has to be known here.
+Layout = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,48 +33,97 @@ class Row:
 
 
 class Pool:
-    """Rows of one capacity, in tokens."""
+    """Rows of one capacity, in tokens.
 
-    def __init__(self, capacity: int) -> None:
+    num_running: so many rows, the first ones, are of running samples.
+    """
+
+    def __init__(self, capacity: int, layout: Layout) -> None:
         self.capacity = capacity
         self.rows: list[Row] = []
+        self.num_running = 0
         self.num_allocated = 0
-        # Keys and values by layer, each (num_allocated, capacity, K, D). Made when the layer first writes, from what
-        # it writes: nothing about the model has to be known here.
+        self._layout = layout
+        # Rows from here on were never used since they were allocated.
+        self._num_used = 0
+        # Keys and values by layer, each (num_allocated, capacity, K, D).
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, K, D) at `places` (n,): row * capacity + position."""
-        for stored, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+        if layer not in self._layout:
+            self._layout[layer] = keys[:0].clone(), values[:0].clone()
+        for stored, new in zip(self._layer(layer), (keys, values), strict=True):
             stored.flatten(0, 1).index_copy_(0, places, new)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values of every row: views (rows, K, length, D)."""
-        keys, values = self._layers[layer]
-        num_rows = len(self.rows)
+        """The first `length` keys and values of every running sample: views (rows, K, length, D)."""
+        keys, values = self._layer(layer)
+        num_rows = self.num_running
         return keys[:num_rows, :length].transpose(1, 2), values[:num_rows, :length].transpose(1, 2)
+
+    def read_row(self, layer: int, index: int, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values of one row: views (K, length, D)."""
+        keys, values = self._layer(layer)
+        return keys[index, :length].transpose(0, 1), values[index, :length].transpose(0, 1)
+
+    def flat(self, index: int, start: int, stop: int) -> Tensor:
+        """A copy (n, W) of what a row holds from position `start` to `stop`."""
+        parts = [
+            s[index, start:stop].flatten(1) for layer in self._layout for s in self._layer(layer)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def fill(self, index: int, flat_TW: Tensor) -> None:
+        """Puts what `flat` gave at the beginning of a row."""
+        column = 0
+        for layer in self._layout:
+            for stored in self._layer(layer):
+                to = stored[index, : len(flat_TW)].flatten(1)
+                to.copy_(flat_TW[:, column : column + to.shape[1]])
+                column += to.shape[1]
 
     def add(self) -> Row:
         assert len(self.rows) < self.num_allocated
         row = Row(self, len(self.rows))
-        for stored in self._layers.values():
-            # What an earlier sample left may be NaN, which masking does not remove: 0 * NaN = NaN.
-            for values in stored:
-                values[row.index].zero_()
+        if row.index < self._num_used:
+            for stored in self._layers.values():
+                # What an earlier sample left may be NaN, which masking does not remove: 0 * NaN = NaN.
+                for values in stored:
+                    values[row.index].zero_()
+        self._num_used = max(self._num_used, row.index + 1)
         self.rows.append(row)
         return row
 
+    def run(self, row: Row) -> None:
+        """The row is a running sample's from now on."""
+        first = self.rows[self.num_running]
+        if first is not row:
+            for stored in (s for layer in self._layers.values() for s in layer):
+                stored[[first.index, row.index]] = stored[[row.index, first.index]]
+            self.rows[first.index], self.rows[row.index] = row, first
+            first.index, row.index = row.index, first.index
+        self.num_running += 1
+
     def remove(self, row: Row) -> None:
-        last = self.rows.pop()
-        if last is not row:
-            self.copy(last.index, self, row.index, self.capacity)
-            self.rows[row.index] = last
-            last.index = row.index
+        gap = row.index
+        if gap < self.num_running:
+            self.num_running -= 1
+            self._move(self.num_running, gap)
+            gap = self.num_running
+        self._move(len(self.rows) - 1, gap)
+        self.rows.pop()
+
+    def _move(self, index: int, to: int) -> None:
+        if index != to:
+            self.copy(index, self, to, self.capacity)
+            self.rows[to] = self.rows[index]
+            self.rows[to].index = to
 
     def copy(self, index: int, to: Pool, to_index: int, length: int) -> None:
         """Copies the first `length` tokens of a row, here or into another pool."""
-        for layer, mine in self._layers.items():
-            for stored, copied in zip(mine, to._layer(layer, *mine), strict=True):
+        for layer in self._layers:
+            for stored, copied in zip(self._layer(layer), to._layer(layer), strict=True):
                 copied[to_index, :length] = stored[index, :length]
 
     def resize(self, num_rows: int) -> None:
@@ -76,17 +131,22 @@ class Pool:
         used = len(self.rows)
         assert num_rows >= used
         layers = {}
-        for layer, (keys, values) in self._layers.items() if num_rows else ():
-            layers[layer] = _zeros(num_rows, self.capacity, keys, values)
-            for stored, copied in zip((keys, values), layers[layer], strict=True):
+        for layer, both in self._layers.items() if num_rows else ():
+            layers[layer] = self._zeros(layer, num_rows)
+            for stored, copied in zip(both, layers[layer], strict=True):
                 copied[:used] = stored[:used]
         self._layers = layers
         self.num_allocated = num_rows
+        self._num_used = used
 
-    def _layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _layer(self, layer: int) -> tuple[Tensor, Tensor]:
         if layer not in self._layers:
-            self._layers[layer] = _zeros(self.num_allocated, self.capacity, keys, values)
+            self._layers[layer] = self._zeros(layer, self.num_allocated)
         return self._layers[layer]
+
+    def _zeros(self, layer: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._layout[layer]
+        return _zeros(num_rows, self.capacity, keys, values)
 
 
 def _zeros(num_rows: int, capacity: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,11 +159,17 @@ def _zeros(num_rows: int, capacity: int, keys: Tensor, values: Tensor) -> tuple[
 
 
 class KVCache:
-    """Hands out rows, up to a number of tokens in all. Owned by the engine's thread."""
+    """Hands out rows, up to a number of tokens in all. Owned by the engine's thread.
+
+    What no row takes up may be lent to whoever keeps keys and values for later. They come back when rows need them.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+        self._layout: Layout = {}
         self._pools: dict[int, Pool] = {}
+        self._num_lent = 0
+        self._reclaim: Callable[[int], None] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -111,10 +177,12 @@ class KVCache:
 
     @property
     def tokens_used(self) -> int:
+        """By rows."""
         return sum(len(pool.rows) * pool.capacity for pool in self._pools.values())
 
     @property
     def tokens_allocated(self) -> int:
+        """For rows, in use or not."""
         return sum(pool.num_allocated * pool.capacity for pool in self._pools.values())
 
     def has_room(self, num_tokens: int) -> bool:
@@ -124,7 +192,9 @@ class KVCache:
     def take(self, num_tokens: int) -> Row:
         """A row for that many tokens."""
         capacity = capacity_for(num_tokens)
-        pool = self._pools.setdefault(capacity, Pool(capacity))
+        if capacity not in self._pools:
+            self._pools[capacity] = Pool(capacity, self._layout)
+        pool = self._pools[capacity]
         if len(pool.rows) == pool.num_allocated:
             self._enlarge(pool)
         return pool.add()
@@ -137,7 +207,7 @@ class KVCache:
         return self.tokens_used + row.pool.capacity <= self._max_tokens
 
     def grow(self, row: Row) -> None:
-        """Moves a row to one of twice the capacity."""
+        """Moves a running sample's row to one of twice the capacity."""
         old, place = row.pool, self.take(2 * row.pool.capacity)
         try:
             old.copy(row.index, place.pool, place.index, old.capacity)
@@ -147,17 +217,47 @@ class KVCache:
         old.remove(row)
         row.pool, row.index = place.pool, place.index
         place.pool.rows[place.index] = row
+        place.pool.run(row)
+
+    def on_pressure(self, reclaim: Callable[[int], None]) -> None:
+        """`reclaim(n)` is called when n tokens of those that are lent are needed, and returns as many as it can."""
+        self._reclaim = reclaim
+
+    def lend(self, num_tokens: int) -> bool:
+        """Whether there was room for as many; then they are taken until they are returned."""
+        if self._num_free < num_tokens and self._num_idle > self._max_tokens // 4:
+            self._trim()
+        if self._num_free < num_tokens:
+            return False
+        self._num_lent += num_tokens
+        return True
+
+    def take_back(self, num_tokens: int) -> None:
+        """They are no longer lent."""
+        self._num_lent -= num_tokens
+
+    @property
+    def _num_free(self) -> int:
+        return self._max_tokens - self.tokens_allocated - self._num_lent
+
+    @property
+    def _num_idle(self) -> int:
+        return self.tokens_allocated - self.tokens_used
 
     def _enlarge(self, pool: Pool) -> None:
         """Doubles a pool, or adds what is left; if nothing is, pools give up what they do not use."""
-        if self._num_spare(pool) < 1:
-            for other in self._pools.values():
-                other.resize(len(other.rows))
         used = len(pool.rows)
-        pool.resize(used + max(1, min(used, self._num_spare(pool))))
+        missing = max(1, used) * pool.capacity - self._num_free
+        if missing > 0 and self._reclaim is not None:
+            self._reclaim(missing)
+        if self._num_free < pool.capacity:
+            self._trim()
+        pool.resize(used + max(1, min(used, self._num_free // pool.capacity)))
 
-    def _num_spare(self, pool: Pool) -> int:
-        return (self._max_tokens - self.tokens_allocated) // pool.capacity
+    def _trim(self) -> None:
+        for pool in self._pools.values():
+            if pool.num_allocated > len(pool.rows):
+                pool.resize(len(pool.rows))
 
 
 def capacity_for(num_tokens: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from backend.generator.attention import DecodePlan, PrefillPlan
+from backend.generator.attention import DecodePlan, Part, Plan, PrefillPlan
 from backend.generator.kv_cache import KVCache
 from backend.generator.model_runner import ModelRunner
 from backend.trainer.base_model import BaseModel
@@ -42,27 +45,40 @@ def check_equals_transformers(base: BaseModel, runner: ModelRunner) -> None:
 
 
 def _ours(runner: ModelRunner, sequences: list[Tensor]) -> list[Tensor]:
-    """For each sequence, log-probabilities (T, V): its prompt read at once, the rest one token per step."""
+    """For each sequence, log-probabilities (T, V): its prompt read in two parts, the rest one token per step."""
     cache = KVCache(max_tokens=1024)
     rows = [cache.take(len(tokens)) for tokens in sequences]
-    lengths = list(_PROMPT_LENGTHS)
-    hidden = runner.hidden(
-        torch.cat([tokens[:n] for tokens, n in zip(sequences, lengths, strict=True)]),
-        torch.cat([torch.arange(n, device=runner.device) for n in lengths]),
-        [],
-        PrefillPlan([(n, [row]) for n, row in zip(lengths, rows, strict=True)], runner.device),
-    )
-    parts = [list(hidden.split(lengths))]
-    for step in range(_NUM_SAMPLED):
-        positions = [n + step for n in lengths]
-        hidden = runner.hidden(
-            torch.stack([tokens[i] for tokens, i in zip(sequences, positions, strict=True)]),
-            torch.tensor(positions, device=runner.device),
-            [],
-            DecodePlan(rows, [i + 1 for i in positions], runner.device),
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    bounds = [[0, n // 2, n] for n in _PROMPT_LENGTHS]
+    for spans in zip(*(itertools.pairwise(of_one) for of_one in bounds), strict=True):
+        plan = PrefillPlan(
+            [Part(row, lo, hi - lo) for row, (lo, hi) in zip(rows, spans, strict=True)],
+            runner.device,
         )
-        parts.append(list(hidden.split(1)))
-    return [
-        runner.logits(torch.cat(of_sequence), []).log_softmax(dim=1)
-        for of_sequence in zip(*parts, strict=True)
-    ]
+        _read(runner, sequences, spans, plan, parts)
+    for row in rows:
+        row.pool.run(row)
+    for step in range(_NUM_SAMPLED):
+        spans = [(n + step, n + step + 1) for n in _PROMPT_LENGTHS]
+        plan = DecodePlan(rows, [stop for _, stop in spans], runner.device)
+        _read(runner, sequences, spans, plan, parts)
+    return [runner.logits(torch.cat(of_sequence), []).log_softmax(dim=1) for of_sequence in parts]
+
+
+def _read(
+    runner: ModelRunner,
+    sequences: Sequence[Tensor],
+    spans: Sequence[tuple[int, int]],
+    plan: Plan,
+    parts: Sequence[list[Tensor]],
+) -> None:
+    """Adds the hidden states of a span of each sequence to its parts."""
+    hidden_TH = runner.hidden(
+        torch.cat([tokens[lo:hi] for tokens, (lo, hi) in zip(sequences, spans, strict=True)]),
+        torch.cat([torch.arange(*span, device=runner.device) for span in spans]),
+        [],
+        plan,
+    )
+    lengths = [hi - lo for lo, hi in spans]
+    for of_one, hidden in zip(parts, hidden_TH.split(lengths), strict=True):
+        of_one.append(hidden)

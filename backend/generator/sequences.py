@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from backend.generator.base import SampleCall, SampledSequence, SampleResult, Topk
+from backend.generator.base import (
+    SampleCall,
+    SampledSequence,
+    SampleResult,
+    Segment,
+    Stop,
+    Topk,
+)
 from backend.generator.expert_trace import ExpertTrace
 from backend.generator.kv_cache import Row
 from backend.generator.lora import SnapshotWeights
@@ -28,8 +34,9 @@ class Job:
     Owned by the engine's thread once it is submitted; only `future` may be cancelled from anywhere, which makes the
     engine forget the job.
 
-    number: the order of arrival. waiting: the samples that have no row yet, or lost theirs. trace: of the prompt, if
-    the call asks for experts.
+    number: the order of arrival; smaller is older. flow: whose turn it takes. members: those that need a row, its
+    samples; one that samples nothing where the prompt is only scored. trace: of the prompt, if the call asks for
+    experts. num_hits: of the prompt, the tokens that were not read when the others were; None before.
     """
 
     def __init__(
@@ -37,23 +44,38 @@ class Job:
     ) -> None:
         self.number = -1
         self.call = call
+        self.flow = call.snapshot or ""
         self.weights = weights
         self.future: Future[SampleResult] = Future()
         self.prompt = torch.tensor(call.prompt, dtype=torch.int64, device="cpu")
         self.scores = PromptScores(call)
         self.trace = ExpertTrace()
+        self.num_hits: int | None = None
         num_samples = call.num_samples if call.max_tokens else 0
-        self.samples = [Sample(self, i, decode) for i in range(num_samples)]
-        self.waiting = deque(self.samples)
+        self.samples = [Sample(self, i, StopMatcher(call.stop, decode)) for i in range(num_samples)]
+        self.members = self.samples or [Sample(self, 0, StopMatcher(Stop(), None))]
         self.num_unfinished = num_samples
 
     @property
     def is_done(self) -> bool:
         return not self.num_unfinished and self.scores.is_complete
 
-    def next_tokens(self) -> Tensor:
-        """What to read for the first of the waiting samples; the prompt, if it is only scored."""
-        return self.waiting[0].all_tokens() if self.waiting else self.prompt
+    @property
+    def num_reusable(self) -> int:
+        """Of the prompt, the tokens whose hidden states nobody asks for: they may come from a cache."""
+        if self.call.return_routed_experts:
+            return 0
+        return len(self.prompt) - 1 if self.scores.is_complete else self.scores.next - 1
+
+    def move(self, snapshot: str | None, weights: SnapshotWeights | None) -> None:
+        """Its samples go on under other weights, which read again all that they have; they hold no rows."""
+        self.weights = weights
+        if not self.scores.is_complete:
+            self.scores = PromptScores(self.call)
+        if not any(sample.tokens for sample in self.samples):
+            self.trace = ExpertTrace()  # Nothing came of what has been read.
+        for sample in self.samples:
+            sample.move(snapshot)
 
     def finish(self) -> None:
         assert self.is_done
@@ -62,7 +84,7 @@ class Job:
             return
         result = self.scores.result([sample.result() for sample in self.samples])
         with suppress(InvalidStateError):  # cancelled at this very moment
-            self.future.set_result(result)
+            self.future.set_result(replace(result, cache_hit_tokens=self.num_hits or 0))
 
     def fail(self, error: Exception) -> None:
         with suppress(InvalidStateError):
@@ -72,19 +94,23 @@ class Job:
 class Sample:
     """One continuation of a job's prompt.
 
-    row: the keys and values of all its tokens but the last; None while it does not run.
+    row: the keys and values of all its tokens but the last; None while it waits, and in the end.
+    has_waited: for another prompt that begins alike to be read.
     """
 
-    def __init__(self, job: Job, index: int, decode: Decode | None) -> None:
+    def __init__(self, job: Job, index: int, matcher: StopMatcher) -> None:
         self.job = job
+        self.index = index
         self.row: Row | None = None
         self.tokens: list[int] = []
         self.is_finished = False
+        self.has_waited = False
         self._stream = TokenStream(job.call.seed + index)
-        self._matcher = StopMatcher(job.call.stop, decode)
+        self._matcher = matcher
         self._logprobs: list[float] = []
         self._topk: list[Topk] = []
         self._is_stopped = False
+        self._segments = [Segment(snapshot=job.call.snapshot)]
         self._trace = ExpertTrace(first=len(job.prompt))
 
     @property
@@ -108,6 +134,14 @@ class Sample:
 
     def next_uniform(self) -> float:
         return self._stream.uniform(len(self.tokens))
+
+    def move(self, snapshot: str | None) -> None:
+        """What it samples from now on is this snapshot's."""
+        if self.is_finished:
+            return
+        if self._segments[-1].first_token == len(self.tokens):
+            self._segments.pop()
+        self._segments.append(Segment(snapshot=snapshot, first_token=len(self.tokens)))
 
     def push(self, token: int, logprob: float, topk: Topk | None) -> None:
         """Takes the next token. topk: one row, if the call asks for it.
@@ -138,20 +172,40 @@ class Sample:
             logprobs=np.array(self._logprobs, np.float32),
             stop_reason="stop" if self._is_stopped else "length",
             topk=_stacked(self._topk) if self._topk else None,
+            segments=tuple(self._segments),
             routed_experts=np.concatenate(experts) if experts else None,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens to read in one go: a prompt, or all that a sample had when it lost its row.
+    """Tokens that are read, at once or in parts: a prompt, or all that a sample had when it lost its row.
 
-    samples: those that go on from there; none for a prompt that is only scored.
+    samples: those that go on from there, with rows of their own; the first one's is read into.
+    start, stop: what is read in this step; all before is in the row.
     """
 
     job: Job
     tokens: Tensor
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample]
+    start: int
+    stop: int = 0
+
+    @property
+    def is_last_part(self) -> bool:
+        return self.stop == len(self.tokens)
+
+    @property
+    def row(self) -> Row:
+        return self.samples[0].held_row
+
+    @property
+    def part(self) -> Tensor:
+        return self.tokens[self.start : self.stop]
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.start
 
 
 def non_finite_logits() -> PostTrainingError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.generator import torch_sampling
-from backend.generator.attention import DecodePlan, PrefillPlan
+from backend.generator.attention import DecodePlan, Part, PrefillPlan
 from backend.generator.base import Topk
 from backend.generator.expert_trace import chosen_by_token
 from backend.generator.lora import SnapshotWeights, Span
@@ -41,33 +41,33 @@ class Stepper:
         self._chunk_rows = max(1, _CHUNK_VALUES // vocab_size)
 
     def read(self, prefills: Sequence[Prefill]) -> list[Drawn]:
-        """Reads the tokens of all prefills, stores them in the rows of their samples, scores the prompts that are to
-        be scored, and draws each sample's next token."""
+        """Reads the parts that are due of all prefills, stores them in their rows, scores what is to be scored of the
+        prompts, and draws the next token of each sample whose tokens have all been read."""
         # Neighbours with one adapter are computed together.
         prefills = sorted(prefills, key=lambda p: id(p.job.weights))
-        lengths = [len(p.tokens) for p in prefills]
+        lengths = [len(p.part) for p in prefills]
         device = self._runner.device
         chosen = _asked(p.job for p in prefills)
         hidden_TH = self._runner.hidden(
-            torch.cat([p.tokens for p in prefills]).to(device),
-            torch.cat([torch.arange(n, device=device) for n in lengths]),
+            torch.cat([p.part for p in prefills]).to(device),
+            torch.cat([torch.arange(p.start, p.stop, device=device) for p in prefills]),
             _spans([p.job.weights for p in prefills], lengths),
-            PrefillPlan(
-                [(len(p.tokens), [s.held_row for s in p.samples]) for p in prefills], device
-            ),
+            PrefillPlan([Part(p.row, p.start, len(p.part)) for p in prefills], device),
             chosen,
         )
         if chosen:
-            _trace([(p.samples, 0, len(p.tokens)) for p in prefills], chosen)
+            _trace([(p.samples, p.start, len(p.part)) for p in prefills], chosen)
         samples, last = [], []
         for prefill, hidden in zip(prefills, hidden_TH.split(lengths), strict=True):
             self._score(prefill, hidden)
-            samples += prefill.samples
-            last += [hidden[-1]] * len(prefill.samples)
+            if prefill.is_last_part:
+                drawing = [sample for sample in prefill.samples if sample.num_left]
+                samples += drawing
+                last += [hidden[-1]] * len(drawing)
         return self._draw(samples, torch.stack(last)) if samples else []
 
     def advance(self, running: Sequence[Sample]) -> list[Drawn]:
-        """Draws the next token of every running sample; the cache holds no other rows than theirs."""
+        """Draws the next token of every running sample, all of them."""
         running = sorted(running, key=_order)
         lengths = [sample.num_tokens for sample in running]
         device = self._runner.device
@@ -89,7 +89,7 @@ class Stepper:
             prefill.job.scores,
             hidden_TH,
             lambda rows: self._runner.logits(rows, _spans([weights], [len(rows)])),
-            first_token=0,
+            first_token=prefill.start,
             chunk_rows=self._chunk_rows,
         )
 

@@ -36,12 +36,13 @@ class CountingStepper(Stepper):
 
     def read(self, prefills: Sequence[Prefill]) -> list[Drawn]:
         self._pass_gate()
-        self.reads.append([len(p.tokens) for p in prefills])
+        self.reads.append([len(p.part) for p in prefills])
         if any(POISON in p.tokens for p in prefills):
             raise RuntimeError("poisoned")
         for prefill in prefills:
             prefill.job.scores.next = prefill.job.scores.num_tokens
-        return [_next(sample) for prefill in prefills for sample in prefill.samples]
+        last = [prefill for prefill in prefills if prefill.is_last_part]
+        return [_next(sample) for prefill in last for sample in prefill.samples if sample.num_left]
 
     def advance(self, running: Sequence[Sample]) -> list[Drawn]:
         self._pass_gate()
