@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -144,6 +146,48 @@ def test_prompts_that_are_read_in_parts_have_all_their_experts(base_of, wait, sa
     for one, result in zip(calls, results, strict=True):
         for sequence in result.sequences:
             assert_are_the_models_own(merged(base, None), one, sequence)
+
+
+def test_experts_of_a_call_that_moved_are_those_of_each_tokens_first_reading(
+    base_of, wait, monkeypatch
+):
+    """Whoever samples on under other weights reads all tokens again; what came of the first reading stays."""
+    base = base_of("qwen3_moe")
+    adapters = [random_adapter(base, seed=seed) for seed in (3, 4)]
+    generator = EmbeddedGenerator(base)
+    old, new = (publish(generator, adapter) for adapter in adapters)
+    one = asked(10, seed=1, max_tokens=50, snapshot=old, follows=True)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    plain = ExpertTrace.add
+
+    def add(trace: ExpertTrace, start: int, experts: np.ndarray) -> None:
+        plain(trace, start, experts)
+        if start == 25:
+            has_begun.set()
+            may_go_on.wait(10)
+
+    monkeypatch.setattr(ExpertTrace, "add", add)
+
+    async def moved() -> SampledSequence:
+        running = asyncio.ensure_future(generator.sample(one))
+        await asyncio.to_thread(has_begun.wait, 10)
+        generator.move(old, new)
+        for _ in range(20):  # Until the engine has been told.
+            await asyncio.sleep(0)
+        may_go_on.set()
+        (sequence,) = (await running).sequences
+        return sequence
+
+    sequence = wait(moved())
+    wait(generator.close())
+    assert [segment.snapshot for segment in sequence.segments] == [old, new]
+    assert sequence.routed_experts is not None
+    # To draw the first token under other weights the one before it was read, under these for the first time.
+    first = 10 + sequence.segments[1].first_token - 1
+    before, after = (choices(merged(base, a), read(one, sequence)) for a in adapters)
+    assert not np.array_equal(np.sort(before[:first]), np.sort(after[:first]))
+    assert np.array_equal(np.sort(sequence.routed_experts[:first]), np.sort(before[:first]))
+    assert np.array_equal(np.sort(sequence.routed_experts[first:]), np.sort(after[first:]))
 
 
 def rows(*values: int) -> np.ndarray:
