@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.generator.sglang import peft_directory
-from backend.generator.sglang.client import Client, ServerLost, message_of
+from backend.generator.sglang.client import AdapterMissing, Client, ServerLost, message_of
 from backend.generator.sglang.finite import FiniteCheck
 from backend.generator.sglang.held import Held
 from backend.generator.sglang.names import unique_name
@@ -43,6 +43,7 @@ class LoraSnapshot:
     held: Held
     loaded_in: int = 0
     num_users: int = 0
+    loading: asyncio.Task[None] | None = None
 
 
 class Adapters:
@@ -93,7 +94,7 @@ class Adapters:
         try:
             await asyncio.to_thread(write, entry.directory, adapter, self._base_model)
             with suppress(ServerLost):  # It is loaded when it is needed.
-                await self._load(entry)
+                await self._loaded_once(entry)
         except BaseException:
             self._remove_soon(entry)
             raise
@@ -108,22 +109,20 @@ class Adapters:
         again.
 
         Raises:
-            ServerLost; PostTrainingError for what the server refuses, NON_FINITE_LOGITS.
+            ServerLost, AdapterMissing; PostTrainingError for what the server refuses, NON_FINITE_LOGITS.
         """
         entry.num_users += 1
         try:
-            if entry.loaded_in != self._server.number:
-                await self._load(entry)
+            await self._loaded_once(entry)
             self._loaded.move_to_end(entry.name)
             await entry.finite.require()
             yield entry.name
+        except AdapterMissing:
+            self._forget(entry)
+            raise
         finally:
             entry.num_users -= 1
             self._released.set()
-
-    def missing(self, entry: LoraSnapshot) -> None:
-        """The server says that it does not have it."""
-        self._forget(entry)
 
     async def close(self) -> None:
         """Unloads all where the server goes on."""
@@ -135,6 +134,15 @@ class Adapters:
             with suppress(ServerLost, PostTrainingError):
                 await self._unload(entry)
         self._snapshots.clear()
+
+    async def _loaded_once(self, entry: LoraSnapshot) -> None:
+        """All who wait for an adapter wait for one load: were each to wait its turn, those who have theirs would keep
+        the place that the others wait for."""
+        while entry.loaded_in != self._server.number:
+            if entry.loading is None:
+                entry.loading = asyncio.create_task(self._load(entry), name=f"load {entry.name}")
+                entry.loading.add_done_callback(lambda task: _end_loading(entry, task))
+            await asyncio.shield(entry.loading)
 
     async def _load(self, entry: LoraSnapshot) -> None:
         async with self._loading:
@@ -189,6 +197,12 @@ class Adapters:
         with suppress(ServerLost, PostTrainingError):
             await self._unload(entry)
         await asyncio.to_thread(shutil.rmtree, entry.directory, ignore_errors=True)
+
+
+def _end_loading(entry: LoraSnapshot, task: asyncio.Task[None]) -> None:
+    entry.loading = None
+    if not task.cancelled():
+        task.exception()  # Those who wait have it; there may be none left.
 
 
 def _refused(status: int, message: str, server: Server, directory: Path) -> PostTrainingError:

@@ -103,7 +103,8 @@ def _arguments(served: Served, port: int) -> dict[str, tuple[str, ...]]:
     if served.has_experts:
         chosen["--enable-return-routed-experts"] = ()
     if served.gpu is None:
-        return {**chosen, "--device": ("cpu",), **_CPU_LORA}
+        # It polls otherwise, and takes a core from the trainer.
+        return {**chosen, "--device": ("cpu",), "--sleep-on-idle": (), **_CPU_LORA}
     if served.memory_fraction is not None:
         chosen["--mem-fraction-static"] = (f"{served.memory_fraction:g}",)
     return {**chosen, "--base-gpu-id": (str(served.gpu),)}

@@ -269,11 +269,7 @@ class SglangGenerator:
                 yield _Place()
                 return
             async with self._adapters.use(weights) as lora:
-                try:
-                    yield _Place(lora=lora)
-                except AdapterMissing:
-                    self._adapters.missing(weights)
-                    raise
+                yield _Place(lora=lora)
 
     async def _persistently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Again where the server was lost meanwhile, a few times.
