@@ -18,6 +18,8 @@ ARGUMENTS = (
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
     "--max-total-tokens=32768",
+    # A scheduler with nothing to do polls otherwise, and takes a core from the tests of other servers.
+    "--sleep-on-idle",
 )
 LORA_ARGUMENTS = (
     "--enable-lora",

@@ -1,8 +1,8 @@
 """The laws of every generator, over SGLang: the very functions of tests/conformance.
 
 On a CPU SGLang has no use for seeds. Laws that sample twice and want the same tokens are therefore held at temperature
-0 (`REPEATING`); those about seeds, or about what SGLang cannot do, are left out (`REPLACED`) for the tests below
-of the same names, or for one that shows the refusal.
+0 (`REPEATING`); those about seeds, about the order of equals, or about what SGLang cannot do, are left out (`REPLACED`)
+for the tests below of the same names, or for one that shows the refusal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.conformance import (
     test_generator_succ16,
 )
 from tests.conformance.bench import Bench
-from tests.conformance.data import call
+from tests.conformance.data import HIT, MISS, call
 from tests.conformance.test_full_weights import (  # noqa: F401
     full,
     test_law_14_snapshots_of_full_weights_stay_beside_base_and_adapters,
@@ -45,6 +45,10 @@ REPEATING = {
     "test_samples_of_one_call_stop_each_for_themselves",
 }
 REPLACED = {
+    # Of which of equally likely tokens comes first: not the lowest here, and not always the same.
+    "test_min_p_applies_to_what_top_k_and_top_p_leave",
+    "test_top_k_keeps_the_lowest_of_equal_tokens",
+    "test_topk_of_the_prompt",
     # Of seeds.
     "test_min_p_keeps_tokens_of_so_much_of_the_likeliests_probability",
     "test_sample_i_uses_seed_plus_i",
@@ -57,6 +61,8 @@ REPLACED = {
     "test_asking_for_alternatives_changes_no_sample",
     "test_greedy_alternatives_are_the_likeliest",
     "test_what_is_asked_of_a_prompt_is_answered_once_and_like_each_alone",
+    # In test_supervision.py, for one server of its own.
+    "test_a_closed_generator_refuses",
 }
 
 
@@ -180,3 +186,30 @@ def test_a_prompt_of_one_token_has_nothing_to_tell(bench: Bench):
     assert result.topk_prompt is not None
     assert result.topk_prompt.token_ids.shape == (1, 2)
     assert len(result.sequences[0].tokens) == 2
+
+
+@pytest.mark.parametrize("k", [3, 16, 17])
+def test_topk_of_the_prompt(succ16: Bench, k):
+    topk = succ16.sample(
+        call([3, 4], num_samples=4, max_tokens=1, topk_prompt_logprobs=k)
+    ).topk_prompt
+    assert topk is not None
+    assert topk.token_ids.shape == topk.logprobs.shape == (2, k)
+    assert np.all(topk.logprobs[0] == -99999)
+    kept = min(k, 16)
+    ids = topk.token_ids[1, :kept].tolist()
+    assert ids[0] == 4
+    assert len(set(ids)) == kept
+    np.testing.assert_allclose(topk.logprobs[1, :kept], [HIT] + [MISS] * (kept - 1), atol=1e-4)
+    assert np.all(topk.logprobs[1, kept:] == -99999)
+
+
+def test_min_p_applies_to_what_top_k_and_top_p_leave(succ16: Bench):
+    """top_k 3 keeps 4 and two of the equals; min_p above e^-.8 = .449, as at temperature 5, 4 alone."""
+    hot = call([3], num_samples=300, max_tokens=1, temperature=5.0, top_k=3)
+    for min_p, kept in ((0.0, 3), (0.44, 3), (0.46, 1)):
+        drawn = np.concatenate(
+            [s.tokens for s in succ16.sample(replace(hot, min_p=min_p)).sequences]
+        )
+        assert 4 in drawn
+        assert len(set(drawn.tolist())) == kept
