@@ -6,12 +6,13 @@ make bench BENCH=generator        (the rows of SGLang need `make test-sglang` on
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -149,9 +150,7 @@ def prefixes(bench: Bench) -> list[Row]:
 
 def sglang(bench: Bench) -> list[Row]:
     client = bench.sampler()
-    with sglang_server.running(
-        bench.directory, bench.store.parent / "sglang.log", "--skip-tokenizer-init"
-    ) as other:
+    with sglang_server.running(*_sglang(bench)) as other:
         reference = SglangClient(other.url)
         rows = [
             _against_sglang(
@@ -167,9 +166,7 @@ def sglang_adapters(bench: Bench) -> list[Row]:
     """The same three adapters on both sides."""
     clients = _published(bench.service, "bench", 3, save_as="sglang")
     directories = sorted((bench.store / "checkpoints").glob("*/sampler_weights/sglang"))
-    log = bench.store.parent / "sglang.log"
-    arguments = ("--skip-tokenizer-init", *environment.CPU_LORA_ARGUMENTS)
-    with sglang_server.running(bench.directory, log, *arguments) as other:
+    with sglang_server.running(*_sglang(bench), *environment.LORA_ARGUMENTS) as other:
         reference = SglangClient(other.url)
         names = [f"adapter-{i}" for i in range(len(directories))]
         for name, directory in zip(names, directories, strict=True):
@@ -198,6 +195,14 @@ def _against_sglang(
     ]
     ours, theirs = (load.num_new / s for s in report.medians_in_turn(sides, rounds=bench.rounds))
     return _rate(name, ours, theirs, 1.5)
+
+
+def _sglang(bench: Bench) -> tuple[environment.Installation, Path, Path, str]:
+    """A server with as many threads as ours: one for each core."""
+    installed = environment.installation()
+    variables = {**installed.variables, "OMP_NUM_THREADS": str(os.cpu_count())}
+    log = bench.store.parent / "sglang.log"
+    return replace(installed, variables=variables), bench.directory, log, "--skip-tokenizer-init"
 
 
 def sample(clients: Sequence[tinker.SamplingClient], requests: Sequence[Request]) -> None:
