@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import torch
+
 from backend.generator.base import SampleCall, SampleResult
 from backend.generator.batch import Batch
 from backend.generator.engine import Engine
 from backend.generator.full_snapshots import FullSnapshots
+from backend.generator.invariant_runner import InvariantRunner
 from backend.generator.kv_cache import KVCache, bytes_per_token, capacity_for
-from backend.generator.lora import SnapshotWeights, snapshot_weights
+from backend.generator.lora import SnapshotWeights
 from backend.generator.model_runner import ModelRunner
 from backend.generator.self_check import check_equals_transformers
 from backend.generator.sequences import Job
@@ -26,7 +29,8 @@ class EmbeddedGenerator:
     """See `backend.generator.base.Generator`.
 
     Batches of different sizes add up in different orders, so log-probabilities move by about 1e-6 with what is sampled
-    beside them. Tokens do not: each is drawn by its own number, which would have to fall that close to a boundary.
+    beside them. Tokens do not: each is drawn by its own number, which would have to fall that close to a boundary. With
+    `batch_invariant` they do not move at all.
 
     Args:
         base: shared with the trainer; nothing is copied.
@@ -35,10 +39,13 @@ class EmbeddedGenerator:
             has as much for itself.
         max_prefill_tokens: tokens of prompts read in one step while samples run; longer prompts are read in parts, so
             that nobody waits longer for the next token.
+        batch_invariant: the same call gives the same bits, whatever is computed beside it, however its prompt is read,
+            and whatever of it was read before. Takes longer; see `invariant`.
 
     Raises:
         ValueError: `cache_bytes` does not hold one whole window.
-        PostTrainingError: UNIMPLEMENTED for a model that this engine would compute differently than transformers.
+        PostTrainingError: UNIMPLEMENTED for a model that this engine would compute differently than transformers, and
+            for `batch_invariant` where this machine does not allow it.
     """
 
     def __init__(
@@ -48,12 +55,17 @@ class EmbeddedGenerator:
         max_running: int = 128,
         cache_bytes: int = 2 * 2**30,
         max_prefill_tokens: int = 512,
+        batch_invariant: bool = False,
     ) -> None:
         self._model = base.info
-        runner = ModelRunner(base)
+        num_threads = torch.get_num_threads()
+
+        def make_runner(model: BaseModel) -> ModelRunner:
+            return InvariantRunner(model, num_threads) if batch_invariant else ModelRunner(model)
+
+        runner = make_runner(base)
         check_equals_transformers(base, runner)
-        self._adapted = runner.adapted
-        self._device = base.device
+        self._copy = runner.snapshot
         self._decode = load_decoder(base.tokenizer_dir)
         self._snapshots: dict[str, SnapshotWeights] = {}
         self._is_closed = False
@@ -71,7 +83,7 @@ class EmbeddedGenerator:
 
         self._engine = start(runner)
         self._following: set[_Following] = set()
-        self._full = FullSnapshots(base, lambda model: start(ModelRunner(model)))
+        self._full = FullSnapshots(base, lambda model: start(make_runner(model)))
 
     @property
     def model(self) -> ModelInfo:
@@ -83,7 +95,7 @@ class EmbeddedGenerator:
         if isinstance(weights, FullWeights):
             self._full.add(snapshot, weights)
             return
-        known = snapshot_weights(weights, self._adapted(weights.lora), self._device)
+        known = self._copy(weights)
         self._snapshots[snapshot] = known
         self._engine.keep_prefixes(known)
 

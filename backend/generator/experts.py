@@ -35,7 +35,7 @@ class RoutedExperts(nn.Module):
         weight_EOI, products = self._shared[name], self._routes.products
         y_SO = torch.cat(
             [
-                products.linear(x_SI[lo:hi], weight_EOI[expert], None)
+                products.part_linear(x_SI[lo:hi], weight_EOI[expert], None)
                 for expert, lo, hi in sent.ranges()
             ]
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backend.generator.linear import linear
@@ -47,9 +48,10 @@ def add_product(y: Tensor, x: Tensor, a_t: Tensor, b_t: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """How products are computed: of a layer, `linear`, and of an adapter, `add_product`."""
+    """How to multiply all tokens with a layer, some of them with one of its experts, some with an adapter."""
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    part_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     add_product: Callable[[Tensor, Tensor, Tensor, Tensor], None] = add_product
 
 
@@ -123,15 +125,21 @@ def install(module: nn.Module, layers: Mapping[str, nn.Linear], routes: Routes) 
 
 
 def snapshot_weights(
-    adapter: Adapter, layers: Sequence[Layer], device: torch.device | None = None
+    adapter: Adapter,
+    layers: Sequence[Layer],
+    device: torch.device | None = None,
+    *,
+    rank_multiple: int = 1,
 ) -> SnapshotWeights:
-    """Copies an adapter of these layers, to the device that computes with it.
+    """Copies an adapter of these layers, to the device that computes with it; its rank is filled up with 0 to a
+    multiple.
 
     Raises:
         PostTrainingError: INCOMPATIBLE_CHECKPOINT, naming tensors that are missing, unexpected or misshapen.
     """
     check_adapter(adapter, adapter.lora, targets.tensor_shapes(layers, adapter.lora.rank))
     pairs = {}
+    missing = -adapter.lora.rank % rank_multiple
     for layer in layers:
         a, b = (
             torch.tensor(adapter.tensors[name], dtype=torch.float32, device=device)
@@ -140,6 +148,9 @@ def snapshot_weights(
         if layer.num_experts:
             a, b = rows_of_a(a, layer.num_experts), columns_of_b(b, layer.num_experts)
         # Contiguous as they are multiplied: faster by a sixth.
-        pairs[layer.path] = a.mT.contiguous(), b.mT.contiguous().mul_(adapter.lora.scale)
+        a_t, b_t = a.mT.contiguous(), b.mT.contiguous().mul_(adapter.lora.scale)
+        if missing:
+            a_t, b_t = F.pad(a_t, (0, missing)), F.pad(b_t, (0, 0, 0, missing))
+        pairs[layer.path] = a_t, b_t
     num_bytes = sum(t.nbytes for pair in pairs.values() for t in pair)
-    return SnapshotWeights(pairs=pairs, rank=adapter.lora.rank, num_bytes=num_bytes)
+    return SnapshotWeights(pairs=pairs, rank=adapter.lora.rank + missing, num_bytes=num_bytes)

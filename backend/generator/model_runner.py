@@ -9,9 +9,20 @@ from torch import Tensor
 
 from backend.generator import attention, experts
 from backend.generator.adapter_stack import Stacks
-from backend.generator.lora import Products, Routes, Span, install
+from backend.generator.attention import Part
+from backend.generator.kv_cache import Row
+from backend.generator.lora import (
+    Adapters,
+    OneByOne,
+    Products,
+    Routes,
+    SnapshotWeights,
+    Span,
+    install,
+    snapshot_weights,
+)
 from backend.trainer import targets
-from backend.trainer.base import LoraConfig
+from backend.trainer.base import Adapter, LoraConfig
 from backend.trainer.base_model import BaseModel
 from backend.trainer.families import FAMILIES
 from backend.trainer.targets import Layer
@@ -21,14 +32,19 @@ class ModelRunner:
     """A view of the base model with this engine's attention and adapters. Shares all weights with other views.
 
     Owned by the engine's thread. What it is given lies on `device`.
+
+    draws_apart: whether tokens are to be drawn, and scored, for each row of logits by itself.
     """
 
-    def __init__(self, base: BaseModel) -> None:
+    draws_apart = False
+    _rank_multiple = 1
+
+    def __init__(self, base: BaseModel, products: Products | None = None) -> None:
         view = base.view(attention.NAME)
         self._model_type = view.config.model_type
         self._layers: Mapping[str, Layer] = {}
-        self._routes = Routes(Products())
-        self._stacks = Stacks(base.device)
+        self._routes = Routes(products or Products())
+        self._stacks = None if products else Stacks(base.device)
         if self._model_type in FAMILIES:
             self._layers = targets.layers_of(view)
             experts.install(view, targets.expert_modules(view), self._routes)
@@ -46,6 +62,23 @@ class ModelRunner:
             PostTrainingError: UNIMPLEMENTED for an architecture that is not known to the trainer.
         """
         return targets.select(self._layers, self._model_type, lora)
+
+    def snapshot(self, adapter: Adapter) -> SnapshotWeights:
+        """A copy of an adapter, for spans; may be called from any thread.
+
+        Raises:
+            PostTrainingError: UNIMPLEMENTED as above; INCOMPATIBLE_CHECKPOINT where its tensors do not fit.
+        """
+        layers = self.adapted(adapter.lora)
+        return snapshot_weights(adapter, layers, self.device, rank_multiple=self._rank_multiple)
+
+    def prefill_plan(self, parts: Sequence[Part]) -> attention.Plan:
+        """For `hidden`: parts of prompts, one after another."""
+        return attention.PrefillPlan(parts, self.device)
+
+    def decode_plan(self, rows: Sequence[Row], lengths: Sequence[int]) -> attention.Plan:
+        """For `hidden`: one token of each running sample, of all that run; lengths with it."""
+        return attention.DecodePlan(rows, lengths, self.device)
 
     def hidden(
         self,
@@ -75,12 +108,17 @@ class ModelRunner:
         with self._routed(spans):
             return self._head(hidden_NH.float())
 
+    def _adapters(self, spans: Sequence[Span]) -> Adapters:
+        if self._stacks is None:
+            return OneByOne(spans=spans, products=self._routes.products)
+        return self._stacks.adapters(spans, self._routes.products)
+
     @contextmanager
     def _routed(self, spans: Sequence[Span], chosen: list[Tensor] | None = None) -> Iterator[None]:
         """For one forward: afterwards nothing here keeps a snapshot alive."""
         routes = self._routes
         routes.spans, routes.chosen = spans, chosen
-        routes.adapters = self._stacks.adapters(spans, routes.products) if spans else None
+        routes.adapters = self._adapters(spans) if spans else None
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ def score_part(
     *,
     first_token: int,
     chunk_rows: int,
+    is_apart: bool = False,
 ) -> None:
     """Scores what a part of a prompt predicts and is not scored yet.
 
@@ -30,13 +31,16 @@ def score_part(
             before; those after the prompt are not looked at.
         head: makes logits (rows, V) from hidden states (rows, H).
         chunk_rows: rows of logits at a time.
+        is_apart: each row is scored by itself.
     """
     stop = min(first_token + len(hidden_TH) + 1, scores.num_tokens)
     assert scores.next > first_token or scores.is_complete, "a part of the prompt was left out"
     while scores.next < stop:
         end = min(scores.next + chunk_rows, stop)
         rows = hidden_TH[scores.next - 1 - first_token : end - 1 - first_token]
-        scores.add(TorchRows(head(rows)), end)
+        logits = head(rows)
+        for some in torch_sampling.apart(logits) if is_apart else (logits,):
+            scores.add(TorchRows(some), scores.next + len(some))
 
 
 class TorchRows:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backend.generator.attention import DecodePlan, Part, Plan, PrefillPlan
+from backend.generator.attention import Part, Plan
 from backend.generator.kv_cache import KVCache
 from backend.generator.model_runner import ModelRunner
 from backend.trainer.base_model import BaseModel
@@ -51,16 +51,15 @@ def _ours(runner: ModelRunner, sequences: list[Tensor]) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in sequences]
     bounds = [[0, n // 2, n] for n in _PROMPT_LENGTHS]
     for spans in zip(*(itertools.pairwise(of_one) for of_one in bounds), strict=True):
-        plan = PrefillPlan(
-            [Part(row, lo, hi - lo) for row, (lo, hi) in zip(rows, spans, strict=True)],
-            runner.device,
+        plan = runner.prefill_plan(
+            [Part(row, lo, hi - lo) for row, (lo, hi) in zip(rows, spans, strict=True)]
         )
         _read(runner, sequences, spans, plan, parts)
     for row in rows:
         row.pool.run(row)
     for step in range(_NUM_SAMPLED):
         spans = [(n + step, n + step + 1) for n in _PROMPT_LENGTHS]
-        plan = DecodePlan(rows, [stop for _, stop in spans], runner.device)
+        plan = runner.decode_plan(rows, [stop for _, stop in spans])
         _read(runner, sequences, spans, plan, parts)
     return [runner.logits(torch.cat(of_sequence), []).log_softmax(dim=1) for of_sequence in parts]
 

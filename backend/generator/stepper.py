@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.generator import torch_sampling
-from backend.generator.attention import DecodePlan, Part, PrefillPlan
+from backend.generator.attention import Part
 from backend.generator.base import Topk
 from backend.generator.expert_trace import chosen_by_token
 from backend.generator.lora import SnapshotWeights, Span
@@ -52,7 +52,7 @@ class Stepper:
             torch.cat([p.part for p in prefills]).to(device),
             torch.cat([torch.arange(p.start, p.stop, device=device) for p in prefills]),
             _spans([p.job.weights for p in prefills], lengths),
-            PrefillPlan([Part(p.row, p.start, len(p.part)) for p in prefills], device),
+            self._runner.prefill_plan([Part(p.row, p.start, len(p.part)) for p in prefills]),
             chosen,
         )
         if chosen:
@@ -76,7 +76,7 @@ class Stepper:
             torch.tensor([sample.tokens[-1] for sample in running], device=device),
             torch.tensor(lengths, device=device) - 1,
             _spans([sample.job.weights for sample in running], [1] * len(running)),
-            DecodePlan([sample.held_row for sample in running], lengths, device),
+            self._runner.decode_plan([sample.held_row for sample in running], lengths),
             chosen,
         )
         if chosen:
@@ -91,23 +91,31 @@ class Stepper:
             lambda rows: self._runner.logits(rows, _spans([weights], [len(rows)])),
             first_token=prefill.start,
             chunk_rows=self._chunk_rows,
+            is_apart=self._runner.draws_apart,
         )
 
     def _draw(self, samples: Sequence[Sample], hidden_BH: Tensor) -> list[Drawn]:
         spans = _spans([sample.job.weights for sample in samples], [1] * len(samples))
         logits_BV = self._runner.logits(hidden_BH, spans)
-        tokens, logprobs = torch_sampling.draw(
-            logits_BV,
-            Controls.of([sample.job.call for sample in samples]),
-            np.array([sample.next_uniform() for sample in samples]),
+        if not self._runner.draws_apart:
+            return _drawn(samples, logits_BV)
+        rows = zip(samples, torch_sampling.apart(logits_BV), strict=True)
+        return [drawn for sample, row in rows for drawn in _drawn([sample], row)]
+
+
+def _drawn(samples: Sequence[Sample], logits_BV: Tensor) -> list[Drawn]:
+    tokens, logprobs = torch_sampling.draw(
+        logits_BV,
+        Controls.of([sample.job.call for sample in samples]),
+        np.array([sample.next_uniform() for sample in samples]),
+    )
+    topk = _likeliest(samples, logits_BV)
+    return [
+        Drawn(sample, token, logprob, topk.get(i))
+        for i, (sample, token, logprob) in enumerate(
+            zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)
         )
-        topk = _likeliest(samples, logits_BV)
-        return [
-            Drawn(sample, token, logprob, topk.get(i))
-            for i, (sample, token, logprob) in enumerate(
-                zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)
-            )
-        ]
+    ]
 
 
 def _asked(jobs: Iterable[Job]) -> list[Tensor] | None:

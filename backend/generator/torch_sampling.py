@@ -5,6 +5,8 @@ Shapes: B rows, V vocabulary, n draws of one row, blocks of _BLOCK tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,11 @@ def draw_many(logits_BV: Tensor, temperature: float, uniforms: Array) -> Array:
     parts = _numbers(uniforms, shifted).split(_DRAWS_AT_ONCE, dim=1)
     drawn = torch.cat([_invert(masses, sums, part.contiguous()) for part in parts], dim=1)
     return drawn.where(is_sound, 0).cpu().numpy()
+
+
+def apart(logits_BV: Tensor) -> Iterator[Tensor]:
+    """Each row for itself, (1, V), laid out alike: what is computed of it depends on no other row."""
+    return (row.clone() for row in logits_BV.split(1))
 
 
 def topk(logits_NV: Tensor, k: int) -> Topk:
