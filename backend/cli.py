@@ -211,15 +211,21 @@ def _config(options: argparse.Namespace) -> ServerConfig:
 
 
 def _engine_options(options: argparse.Namespace) -> EngineOptions:
-    memory_gib = options.activation_memory
     return EngineOptions(
         dtype=options.dtype,
         device=options.device,
         token_budget=options.token_budget,
-        activation_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+        activation_bytes=_bytes(options.activation_memory),
+        kv_cache_bytes=_bytes(options.kv_cache_memory),
+        max_running=options.max_running,
+        max_prefill_tokens=options.max_prefill_tokens,
         num_generator_replicas=options.generator_replicas,
         sglang=_sglang_options(options),
     )
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def _sglang_options(options: argparse.Namespace) -> SglangOptions | None:
@@ -354,6 +360,28 @@ def _add_how_to_compute(serve: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory for what a pass keeps for its backward pass; layers of samples that need more are computed twice; "
         "None: half of what is free at the start",
+    )
+    serve.add_argument(
+        "--kv-cache-memory",
+        type=_positive(float),
+        metavar="GIB",
+        help="memory of each built-in generator for keys and values, of what is sampled and of prompts that were read "
+        "before; None: 2, or more if the model's window needs it",
+    )
+    serve.add_argument(
+        "--max-running",
+        type=_positive(int),
+        default=128,
+        metavar="N",
+        help="samples that a built-in generator computes at once; the others wait, in turns that are fair to all",
+    )
+    serve.add_argument(
+        "--max-prefill-tokens",
+        type=_positive(int),
+        default=512,
+        metavar="N",
+        help="tokens of prompts that a built-in generator reads between two tokens of the samples that run; more read "
+        "prompts a little faster, and let those wait longer",
     )
     _add_generator(serve)
 

@@ -24,6 +24,8 @@ from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
 from together_post_training.samples import check_tokens
 
+_USUAL_CACHE_BYTES = 2 * 2**30
+
 
 class EmbeddedGenerator:
     """See `backend.generator.base.Generator`.
@@ -35,17 +37,18 @@ class EmbeddedGenerator:
     Args:
         base: shared with the trainer; nothing is copied.
         max_running: samples that run at once; more wait their turn.
-        cache_bytes: memory for keys and values; at least a window's. Each snapshot of full weights that is sampled from
-            has as much for itself.
+        cache_bytes: memory for keys and values, of what runs and, in what that leaves, of what was read before; at
+            least a window's. None: 2 GiB, or a window's if that is more. Each snapshot of full weights that is sampled
+            from has as much for itself.
         max_prefill_tokens: tokens of prompts read in one step while samples run; longer prompts are read in parts, so
             that nobody waits longer for the next token.
         batch_invariant: the same call gives the same bits, whatever is computed beside it, however its prompt is read,
             and whatever of it was read before. Takes longer; see `invariant`.
 
     Raises:
-        ValueError: `cache_bytes` does not hold one whole window.
-        PostTrainingError: UNIMPLEMENTED for a model that this engine would compute differently than transformers, and
-            for `batch_invariant` where this machine does not allow it.
+        PostTrainingError: INVALID_ARGUMENT if `cache_bytes` does not hold one whole window; UNIMPLEMENTED for a model
+            that this engine would compute differently than transformers, and for `batch_invariant` where this machine
+            does not allow it.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class EmbeddedGenerator:
         base: BaseModel,
         *,
         max_running: int = 128,
-        cache_bytes: int = 2 * 2**30,
+        cache_bytes: int | None = None,
         max_prefill_tokens: int = 512,
         batch_invariant: bool = False,
     ) -> None:
@@ -194,12 +197,17 @@ class _Following:
         return not answer.done()
 
 
-def _cache_tokens(base: BaseModel, cache_bytes: int) -> int:
+def _cache_tokens(base: BaseModel, cache_bytes: int | None) -> int:
     per_token = bytes_per_token(base.module.config, base.dtype)
     window = capacity_for(base.info.limits.max_seq_length)
+    if cache_bytes is None:
+        return max(_USUAL_CACHE_BYTES // per_token, window)
     if cache_bytes < window * per_token:
-        raise ValueError(
-            f"cache_bytes={cache_bytes} holds {cache_bytes // per_token} tokens of this model: "
-            f"give at least {window * per_token}, for one window"
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{cache_bytes} bytes for keys and values hold {cache_bytes // per_token} tokens of this model: give at "
+            f"least {window * per_token} ({window * per_token / 2**30:.3f} GiB), for one window.",
+            cache_bytes=cache_bytes,
+            min_cache_bytes=window * per_token,
         )
     return cache_bytes // per_token

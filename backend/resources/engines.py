@@ -31,6 +31,12 @@ class EngineOptions:
     """Tokens that go through the trainer at once, unless a single sample has more; None: by what memory there is."""
     activation_bytes: int | None = None
     """Memory for what a pass keeps for backward; longer samples are computed twice. None: half of what is free."""
+    kv_cache_bytes: int | None = None
+    """Memory of an embedded generator for keys and values. None: 2 GiB, or more if the model's window needs it."""
+    max_running: int = 128
+    """Samples that an embedded generator computes at once."""
+    max_prefill_tokens: int = 512
+    """Tokens of prompts that an embedded generator reads in one step while samples run."""
 
     num_generator_replicas: int = 1
     """Generators of each model, among which calls are shared out."""
@@ -116,7 +122,15 @@ def _open_torch(name: str, path: str, options: EngineOptions, scratch: Path | No
         generators: Sequence[Generator] = (
             servers.generators(trainer)
             if servers
-            else [EmbeddedGenerator(base) for _ in range(num_replicas)]
+            else [
+                EmbeddedGenerator(
+                    base,
+                    max_running=options.max_running,
+                    cache_bytes=options.kv_cache_bytes,
+                    max_prefill_tokens=options.max_prefill_tokens,
+                )
+                for _ in range(num_replicas)
+            ]
         )
     except BaseException:
         if servers:

@@ -215,8 +215,9 @@ def _count_calls(owner, name: str) -> list[int]:
 
 
 def test_a_cache_too_small_for_a_window_is_refused(base_of):
-    with pytest.raises(ValueError, match=r"cache_bytes=1000 holds .* give at least"):
+    with pytest.raises(PostTrainingError, match=r"1000 bytes .* give at least") as error:
         EmbeddedGenerator(base_of("qwen3"), cache_bytes=1000)
+    assert error.value.reason is Reason.INVALID_ARGUMENT
 
 
 def test_more_samples_than_run_at_once_are_all_answered(base_of, wait, sample_all):
