@@ -15,6 +15,8 @@ Json = Mapping[str, object]
 
 # Servers close connections that were idle for 5 s; one that is about to be closed must not be used again.
 _KEEPALIVE_S = 2.0
+# httpx looks at all that are idle for each request: many cost more than they save.
+_KEPT_ALIVE = 8
 _CONNECT_S = 10.0
 # Loading weights from a slow disk takes a while; that they are loaded at all is for the server's own watchdog to see.
 _CONTROL_S = 1800.0
@@ -159,7 +161,7 @@ def message_of(answer: Json) -> str:
 
 def _http(timeout_s: float | None) -> httpx.AsyncClient:
     limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_S
+        max_connections=None, max_keepalive_connections=_KEPT_ALIVE, keepalive_expiry=_KEEPALIVE_S
     )
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),

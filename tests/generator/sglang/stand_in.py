@@ -26,7 +26,7 @@ class StandIn:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._open: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task] = set()
         self._port = 0
         self._wait(self._listen())
 
@@ -62,26 +62,21 @@ class StandIn:
 
     async def _end(self) -> None:
         self._server.close()
-        for writer in list(self._open):
-            writer.transport.abort()
-        while self._open:
-            await asyncio.sleep(0.001)
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         try:
             while True:
                 path, body = await _request(reader)
                 if path == "/generate" and self.num_to_drop:
                     self.num_to_drop -= 1
                     return
-                working = asyncio.ensure_future(self.engine.answer(path, body))
-                while not working.done():
-                    await asyncio.wait([working], timeout=0.01)
-                    if writer.is_closing():
-                        working.cancel()
-                        return
-                status, answer = working.result()
+                status, answer = await self.engine.answer(path, body)
                 payload = json.dumps(answer).encode()
                 head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n"
                 writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
@@ -89,8 +84,8 @@ class StandIn:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            self._open.discard(writer)
-            writer.close()
+            self._serving.discard(task)
+            writer.transport.abort()
 
 
 async def _request(reader: asyncio.StreamReader) -> tuple[str, dict]:

@@ -208,6 +208,7 @@ def test_samples_end_where_the_call_says_and_not_at_the_models_eos(
     assert sequence.tokens.tolist() == tokens
     assert sequence.stop_reason == reason
     np.testing.assert_allclose(sequence.logprobs, HIT, atol=TOLERANCE)
+    assert sequence.topk is not None
     assert sequence.topk.token_ids[:, 0].tolist() == tokens
 
 
@@ -533,12 +534,12 @@ def test_a_closed_generator_leaves_the_server_as_it_was(opened, run, base, tmp_p
     assert not (tmp_path / "handed-out").exists()
 
 
-def test_a_thousand_calls_at_once_are_each_answered_once(opened, run):
+def test_five_hundred_calls_at_once_are_each_answered_once(opened, run):
     async def work():
-        async with opened(max_running=200) as pair:
+        async with opened(max_running=100) as pair:
             await pair.generator.add_snapshot("s", always(7))
             calls = [
-                call([i % 16], snapshot="s" if i % 2 else None, max_tokens=2) for i in range(1000)
+                call([i % 16], snapshot="s" if i % 2 else None, max_tokens=2) for i in range(500)
             ]
             results = await asyncio.gather(*(pair.generator.sample(c) for c in calls))
             return results, pair.engine
@@ -550,5 +551,5 @@ def test_a_thousand_calls_at_once_are_each_answered_once(opened, run):
     num_sampled = sum(
         body["sampling_params"]["max_new_tokens"] > 0 for body in engine.paths("/generate")
     )
-    assert num_sampled == 1000
-    assert engine.most_running <= 200
+    assert num_sampled == 500
+    assert engine.most_running <= 100
