@@ -22,7 +22,7 @@ class FairQueue(Generic[Item]):
     Virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024): the flow that was served the
     least is next. A flow that had nothing to wait for begins where the one that was served last stood: it has no claim
     to what it left to others. So of two flows that both wait, none is ever ahead of the other by more than the dearest
-    item, apart from what `charge` corrects.
+    item, apart from what `leave` corrects.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,8 @@ class FairQueue(Generic[Item]):
 
     def push(self, flow: str, item: Item, cost: int) -> None:
         """`cost`: in tokens, as far as it is known."""
+        if not self._waiting:
+            self._forget_everything()
         if flow not in self._waiting:
             self._forget_old_flows()
             self._served[flow] = max(self._served.get(flow, 0), self._floor)
@@ -87,6 +89,12 @@ class FairQueue(Generic[Item]):
         del self._waiting[flow][item]
         if not self._waiting[flow]:
             del self._waiting[flow]
+
+    def _forget_everything(self) -> None:
+        """Where nobody waited, nobody has had anything at the cost of others."""
+        self._tickets.clear()
+        self._served.clear()
+        self._floor = 0
 
     def _forget_old_flows(self) -> None:
         """Those that would begin at the floor anyway."""
