@@ -1,8 +1,8 @@
 """Products and attention of which no row depends on what is computed beside it, bit for bit.
 
 A library chooses how to add up a row of a product by the number of rows, and another order is another rounding. Here
-every product has one of a few numbers of rows (`SIZES` of a whole forward, `PART_ROWS` where tokens are computed apart,
-as under an adapter or by an expert); the last ones are filled up. Attention is computed for each token by itself, with
+every product has one of a few numbers of rows (`SIZES` in a forward, `PART_ROWS` where tokens are computed apart, as
+under an adapter or by an expert); the last ones are filled up. Attention is computed for each token by itself, with
 its own keys and no others: whether it is read in a prompt, in any part of one, or sampled.
 
 What is left to the library is that a row comes out the same in each place, and with each of those numbers of rows. That
@@ -24,7 +24,12 @@ from backend.generator.lora import Products, Span
 from backend.trainer import storage
 from together_post_training.errors import PostTrainingError, Reason, fail
 
-SIZES = (8, 16, 32, 48, 64, 96, 128, 256)
+# Functions are computed for whole vectors of numbers, at most 32 at a time, and for what is left in another way, which
+# may be another rounding. In tiles of these sizes nothing is left.
+SIZES = (32, 64, 96, 128, 256)
+# Nor in these, where the numbers that a token has are divisible by FEW_DIVISOR.
+FEW_SIZES = (8, 16)
+FEW_DIVISOR = 4
 PART_ROWS = 16
 # Libraries compute the edge of a matrix in other ways than its middle. Narrow ones are all edge: with MKL 2024.2, rows
 # of fewer than 12 columns depend on their place.

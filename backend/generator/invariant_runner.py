@@ -6,20 +6,35 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from backend.generator import attention, invariant
 from backend.generator.attention import Part
-from backend.generator.invariant import RANK_MULTIPLE, SIZES, TokenPlan, cut, filled_up, tiles
+from backend.generator.invariant import (
+    FEW_DIVISOR,
+    FEW_SIZES,
+    RANK_MULTIPLE,
+    SIZES,
+    TokenPlan,
+    cut,
+    filled_up,
+    tiles,
+)
 from backend.generator.kv_cache import KVCache, Row
 from backend.generator.lora import Span
 from backend.generator.model_runner import ModelRunner
 from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
 
+Array = np.ndarray
+
 # All others are compared with it.
 _REFERENCE_SIZE = 32
+# What is read to find sizes, and how far apart its tokens are.
+_NUM_TOKENS = 64
+_STRIDE = 37
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,7 @@ class InvariantRunner(ModelRunner):
     """See `invariant`. Forwards run in tiles of the sizes that were found to give the same bits on this machine.
 
     Args:
-        num_threads: torch's, while it computes: another number may be another rounding.
+        num_threads: torch's, at most, while it computes: it is always the same, as another may be another rounding.
 
     Raises:
         PostTrainingError: UNIMPLEMENTED on a GPU, and where this machine's products are not sound.
@@ -64,8 +79,13 @@ class InvariantRunner(ModelRunner):
                 device=str(base.device),
             )
         super().__init__(base, invariant.PRODUCTS)
-        self._num_threads = num_threads
+        # What a thread does not fill with whole vectors is rounded in another way, so that it matters where work is
+        # divided. Sizes of models are divisible by powers of two.
+        self._num_threads = 1 << (num_threads.bit_length() - 1)
+        self._vocab_size = base.info.limits.vocab_size
+        self._max_seq_length = base.info.limits.max_seq_length
         self._sizes = (_REFERENCE_SIZE,)
+        self._candidates = _candidates(base)
         self._sizes = self._sound_sizes()
 
     def prefill_plan(self, parts: Sequence[Part]) -> attention.Plan:
@@ -118,25 +138,46 @@ class InvariantRunner(ModelRunner):
 
     @torch.inference_mode()
     def _sound_sizes(self) -> tuple[int, ...]:
-        """Those in which a token gives the same bits in every place, and the same as in other sizes."""
-        expected = self._rows(_REFERENCE_SIZE)
+        """Those in which each token of a sequence gives the same bits in whatever place, and the same as in others."""
+        row = KVCache(max_tokens=_NUM_TOKENS).take(_NUM_TOKENS)
+        in_order = np.arange(min(_NUM_TOKENS, self._max_seq_length))
+        expected = self._read(row, in_order, _REFERENCE_SIZE)
+        rng = np.random.default_rng(0)
+
+        def is_sound(size: int) -> bool:
+            positions = np.resize(rng.permutation(in_order), max(size, len(in_order)))
+            return torch.equal(self._read(row, positions, size), expected[positions])
+
         _set_threads_elsewhere(max(1, self._num_threads - 1))
         try:
-            is_stable = torch.equal(self._rows(_REFERENCE_SIZE), expected)
+            is_stable = is_sound(_REFERENCE_SIZE)
         finally:
             _set_threads_elsewhere(self._num_threads)
-        if not (is_stable and torch.equal(expected, expected[:1].expand_as(expected))):
-            raise invariant.unsound(f"in a forward of {_REFERENCE_SIZE} tokens")
-        return tuple(n for n in SIZES if torch.equal(self._rows(n), expected[:1].expand(n, -1)))
+        if not is_stable:
+            raise invariant.unsound(f"in forwards of {_REFERENCE_SIZE} tokens")
+        return tuple(size for size in self._candidates if is_sound(size))
 
-    def _rows(self, size: int) -> Tensor:
-        """What the same token gives in each place of a tile, (size, H + V)."""
-        row = KVCache(max_tokens=64).take(4)
-        tokens = torch.full((size,), 1, device=self.device)
-        parts = [Part(row, 2, 1)] * size
+    def _read(self, row: Row, positions: Array, size: int) -> Tensor:
+        """Reads a sequence's tokens at these positions, in tiles of this size: hidden states and logits, (n, H + V).
+
+        What has been read before is there already. A token that would give other bits would change those after it.
+        """
         self._sizes = (size,)
-        hidden = self.hidden(tokens, torch.full_like(tokens, 2), [], self.prefill_plan(parts))
+        positions_T = torch.from_numpy(positions).to(self.device)
+        hidden = self.hidden(
+            positions_T * _STRIDE % self._vocab_size,
+            positions_T,
+            [],
+            self.prefill_plan([Part(row, position, 1) for position in positions.tolist()]),
+        )
         return torch.cat((hidden.float(), self.logits(hidden, [])), dim=1)
+
+
+def _candidates(base: BaseModel) -> tuple[int, ...]:
+    """Sizes of tiles in which a token's numbers fill vectors; those of the vocabulary are looked at row by row."""
+    dims = {dim for parameter in base.module.parameters() for dim in parameter.shape}
+    dims.discard(base.info.limits.vocab_size)
+    return SIZES if any(dim % FEW_DIVISOR for dim in dims) else (*FEW_SIZES, *SIZES)
 
 
 def _set_threads_elsewhere(num_threads: int) -> None:

@@ -40,6 +40,8 @@ class EngineOptions:
 
     num_generator_replicas: int = 1
     """Generators of each model, among which calls are shared out."""
+    batch_invariant: bool = False
+    """The embedded generator gives the same bits whatever else it computes; see `EmbeddedGenerator`."""
     sglang: SglangOptions | None = None
     """Sample through SGLang; None: with the embedded generator."""
 
@@ -128,6 +130,7 @@ def _open_torch(name: str, path: str, options: EngineOptions, scratch: Path | No
                     max_running=options.max_running,
                     cache_bytes=options.kv_cache_bytes,
                     max_prefill_tokens=options.max_prefill_tokens,
+                    batch_invariant=options.batch_invariant,
                 )
                 for _ in range(num_replicas)
             ]

@@ -26,7 +26,7 @@ def test_options_are_chosen_by_the_machine_unless_given():
     given = options(
         *("--dtype", "bfloat16", "--device", "cpu"),
         *("--token-budget", "200", "--activation-memory", "0.5"),
-        *("--generator-replicas", "3"),
+        *("--generator-replicas", "3", "--batch-invariant"),
     )
     assert given == EngineOptions(
         dtype="bfloat16",
@@ -34,6 +34,7 @@ def test_options_are_chosen_by_the_machine_unless_given():
         token_budget=200,
         activation_bytes=2**29,
         num_generator_replicas=3,
+        batch_invariant=True,
     )
 
 

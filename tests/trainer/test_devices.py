@@ -14,7 +14,7 @@ import torch
 from transformers import masking_utils
 
 import backend
-from backend.generator.attention import DecodePlan, PrefillPlan
+from backend.generator.attention import Part
 from backend.generator.kv_cache import KVCache
 from backend.generator.lora import Span, snapshot_weights
 from backend.generator.model_runner import ModelRunner
@@ -127,9 +127,11 @@ def test_generators_model_runs_on_the_models_device(base):
     weights = snapshot_weights(adapter, runner.adapted(LORA), META)
     cache, lengths = KVCache(max_tokens=1024), (20, 9)
     rows = [cache.take(n + 1) for n in lengths]
-    prompts = PrefillPlan([(n, [row]) for n, row in zip(lengths, rows, strict=True)], META)
+    parts = [Part(row, 0, n) for n, row in zip(lengths, rows, strict=True)]
     tokens = torch.zeros(29, dtype=torch.int64, device=META)
-    runner.hidden(tokens, tokens, [Span(0, 20, weights)], prompts)
-    decode = DecodePlan(rows, [n + 1 for n in lengths], META)
+    runner.hidden(tokens, tokens, [Span(0, 20, weights)], runner.prefill_plan(parts))
+    for row in rows:
+        row.pool.run(row)
+    decode = runner.decode_plan(rows, [n + 1 for n in lengths])
     hidden = runner.hidden(tokens[:2], tokens[:2], [Span(1, 2, weights)], decode)
     assert runner.logits(hidden, [Span(0, 1, weights)]).device == META
