@@ -7,7 +7,9 @@ import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TextIO
 
 import numpy as np
@@ -76,11 +78,12 @@ def run_alignment(out: TextIO, spec: ModelSpec, options: EngineOptions) -> int:
 
 
 async def _agreements(spec: ModelSpec, options: EngineOptions) -> list[Agreement | Refused]:
-    engines = open_engines(spec.name, spec.path, options)
-    try:
-        return await measure(engines.trainer, engines.generator)
-    finally:
-        await engines.generator.close()
+    with tempfile.TemporaryDirectory(prefix="together-post-training-") as scratch:
+        engines = open_engines(spec.name, spec.path, options, Path(scratch))
+        try:
+            return await measure(engines.trainer, engines.generator)
+        finally:
+            await engines.generator.close()
 
 
 def _agreement_line(row: Agreement | Refused) -> str:

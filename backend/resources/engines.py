@@ -77,7 +77,7 @@ def open_engines(
     Args:
         name: what clients call it.
         path: where to find it: a builtin model's name, a directory, or a Hugging Face id.
-        scratch: a directory for what engines hand to others; None: the system's temporary directory.
+        scratch: a directory for what engines hand to other programs: given where one of them does.
 
     Raises:
         PostTrainingError: MODEL_NOT_FOUND, and what the engines refuse.
@@ -115,8 +115,11 @@ def _open_torch(name: str, path: str, options: EngineOptions, scratch: Path | No
 
     base = base_model.load(name, path, dtype=options.dtype, device=options.device)
     num_replicas = options.num_generator_replicas
-    # Before the trainer, which looks at what memory they leave it.
-    servers = options.sglang and SglangServers(base, options.sglang, num_replicas, scratch)
+    servers = None
+    if options.sglang is not None:
+        assert scratch is not None, "SGLang reads snapshots from files"
+        # Before the trainer, which looks at what memory they leave it.
+        servers = SglangServers(base, options.sglang, num_replicas, scratch)
     try:
         trainer = TorchTrainer(
             base, token_budget=options.token_budget, activation_bytes=options.activation_bytes

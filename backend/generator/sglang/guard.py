@@ -26,13 +26,17 @@ def main(arguments: list[str]) -> int:
     grace_s, command = float(arguments[0]), arguments[1:]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # The pipe says when.
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        # Safe: this process has one thread. For the case that the guard itself is killed.
-        preexec_fn=_die_with_parent,
-    )
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            # Safe: this process has one thread. For the case that the guard itself is killed.
+            preexec_fn=_die_with_parent,
+        )
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error.strerror}", flush=True)
+        return 127
     threading.Thread(target=_end_when_input_closes, args=(child, grace_s), daemon=True).start()
     status = child.wait()
     _signal_group(child, signal.SIGKILL)

@@ -148,6 +148,7 @@ class SupervisedProcess:
 
     def _started(self) -> _Child:
         launch = self._launch()
+        self._directory.mkdir(parents=True, exist_ok=True)
         number = self._state.number + 1
         log.info("%s: starting: %s", self._name, " ".join(launch.command))
         child = _Child(self._name, launch, self._directory)

@@ -76,6 +76,9 @@ class OwnServer:
             state = self._process.start()
             assert state.url is not None
             self.facts = ask_facts(state.url)
+        except PostTrainingError as error:
+            self._process.close()
+            raise _with_advice(error) from None
         except BaseException:
             self._process.close()
             raise
@@ -169,6 +172,13 @@ def ask_facts(url: str) -> Facts:
     if not isinstance(info, dict):
         raise ValueError("its /server_info is no object")
     return facts(info)
+
+
+def _with_advice(error: PostTrainingError) -> PostTrainingError:
+    if "No module named" in error.message or "cannot be run" in error.message:
+        advice = "Name the interpreter of an environment that has SGLang with --sglang-python."
+        return fail(error.reason, f"{error.message}\n{advice}", **error.metadata)
+    return error
 
 
 def _launcher(served: Served, options: SglangOptions) -> Callable[[], Launch]:

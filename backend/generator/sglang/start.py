@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,15 +32,15 @@ class SglangServers:
     """The servers of one base model. Made before the trainer, which looks at what memory they leave it.
 
     Args:
-        num_servers: how many to start; None: those that `options` names.
-        scratch: where snapshots are written, unless the options say; None: in the system's temporary directory.
+        num_servers: how many to start, where the options name none.
+        scratch: where snapshots are written, unless the options say.
 
     Raises:
         PostTrainingError: UNAVAILABLE for one that does not start or answer.
     """
 
     def __init__(
-        self, base: BaseModel, options: SglangOptions, num_servers: int, scratch: Path | None
+        self, base: BaseModel, options: SglangOptions, num_servers: int, scratch: Path
     ) -> None:
         if options.urls and num_servers not in (1, len(options.urls)):
             raise fail(
@@ -51,7 +50,8 @@ class SglangServers:
             )
         self._base = base
         self._options = options
-        self._directory = _directory(options.directory or scratch)
+        self._directory = (options.directory or scratch).expanduser().resolve()
+        self._directory.mkdir(parents=True, exist_ok=True)
         self.servers = self._given() if options.urls else self._started(num_servers)
 
     def generators(self, trainer: Trainer) -> list[SglangGenerator]:
@@ -120,14 +120,6 @@ class SglangServers:
         if self._base.device.type != "cuda":
             return None
         return gpu_of(replica, torch.cuda.device_count(), gpus_each(self._options.arguments))
-
-
-def _directory(root: Path | None) -> Path:
-    if root is None:
-        return Path(tempfile.mkdtemp(prefix="together-post-training-"))
-    root = root.expanduser().resolve()
-    root.mkdir(parents=True, exist_ok=True)
-    return root
 
 
 def _in_a_loop_of_its_own(work: Callable) -> None:

@@ -17,8 +17,10 @@ import httpx
 import psutil
 import pytest
 
+from backend.generator.sglang.command import Served
+from backend.generator.sglang.options import SglangOptions
 from backend.generator.sglang.process import Launch, SupervisedProcess
-from backend.generator.sglang.server import _free_port
+from backend.generator.sglang.server import OwnServer, _free_port
 from together_post_training.errors import PostTrainingError, Reason
 
 # A server with a child of its own that does not listen to SIGTERM, as a scheduler that hangs.
@@ -131,6 +133,25 @@ def test_a_server_that_does_not_start_fails_with_its_last_words(tmp_path):
     assert error.value.reason is Reason.UNAVAILABLE
     assert "no such model" in error.value.message
     bench.process.close()
+
+
+@pytest.mark.parametrize(
+    ("python", "says"), [("/no/python", "cannot be run"), (sys.executable, "No module named")]
+)
+def test_an_environment_without_sglang_is_said_so_with_what_to_do(tmp_path, python, says):
+    served = Served(
+        directory=tmp_path,
+        window=64,
+        max_lora_rank=8,
+        has_tokenizer=False,
+        has_experts=False,
+        dtype="float32",
+        gpu=None,
+    )
+    server = OwnServer("sglang-0", served, SglangOptions(python=python), tmp_path)
+    with pytest.raises(PostTrainingError, match=says) as error:
+        server.start()
+    assert "--sglang-python" in error.value.message
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path):
