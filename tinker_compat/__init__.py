@@ -18,7 +18,7 @@ What differs from Tinker's own SDK:
 - What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
 - Dimuon's formula is not public: it is Muon here, and its first step says so. Muon itself is there too
   (`tinker_compat.optimizers`).
-- Refused by name: kind="inflight", RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
+- Refused by name: RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
 
 `tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.
 """

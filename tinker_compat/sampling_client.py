@@ -207,6 +207,7 @@ class SamplingClient:
 
     def _state(self) -> SamplerState:
         sampler = self._core.sampler
+        sampler.exported()
         connection = sampler.connection
         return SamplerState(
             address=str(connection.address),

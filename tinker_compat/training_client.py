@@ -24,8 +24,13 @@ from tinker_compat.sampling_client import (
 )
 from tinker_compat.tokenizer import get_tokenizer
 from together_post_training.client.sampler import Sampler
+from together_post_training.names import live_snapshot
 from together_post_training.v1 import operations_pb2, trainer_pb2
 
+_SYNC_TYPES = {
+    "snapshot": trainer_pb2.WEIGHT_SYNC_TYPE_SYNCHRONOUS,
+    "inflight": trainer_pb2.WEIGHT_SYNC_TYPE_PIPELINE,
+}
 Passed = OperationFuture[types.ForwardBackwardOutput]
 
 
@@ -230,7 +235,12 @@ class TrainingClient:
         record_stability_info: bool = False,
         kind: Literal["snapshot", "inflight"] = "snapshot",
     ) -> BackcompatSamplingClientFuture:
-        """Publishes the current weights and returns a client that samples from exactly these, for ever."""
+        """Publishes the current weights and returns a client that samples from exactly these, for ever.
+
+        Args:
+            kind: "inflight": the client samples from what was published last, by this call or a later one of this kind
+                or the other. What it is sampling meanwhile goes on under the weights of later calls of this kind.
+        """
         if name is not None:
             warnings.warn(
                 f"name={name!r} has no effect: the weights are published without one. To keep them, use "
@@ -239,17 +249,20 @@ class TrainingClient:
                 stacklevel=2,
             )
         check_retry_config(retry_config)
-        if kind != "snapshot":
-            refuse(f"kind={kind!r}: only 'snapshot' is supported; publish again for newer weights.")
+        if kind not in _SYNC_TYPES:
+            refuse(f"kind={kind!r}: only 'snapshot' and 'inflight' are supported.")
         run = self._core
         base_model = run.session.info.base_model
 
         def to_client(done: list[operations_pb2.Operation]) -> SamplingClient:
-            snapshot = done[0].weights_sync.snapshot
+            follows = kind == "inflight"
+            pinned = done[0].weights_sync.snapshot
+            snapshot = live_snapshot(run.session.id) if follows else pinned
             sampler = Sampler(run.session.connection, snapshot, base_model)
             return SamplingClient(run.holder, sampler, record_stability_info=record_stability_info)
 
-        published = run.submit([trainer_pb2.WeightsSyncRequest()], to_client)
+        request = trainer_pb2.WeightsSyncRequest(type=_SYNC_TYPES[kind])
+        published = run.submit([request], to_client)
         return BackcompatSamplingClientFuture(published)
 
     async def save_weights_and_get_sampling_client_async(

@@ -14,7 +14,7 @@ MAX_SEQUENCE = 2**53
 _SESSION = re.compile(r"[A-Za-z0-9_\-:]{1,128}")
 _CHECKPOINT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_\-.]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
-_LIVE = "snapshots/live:"
+_BASE, _LIVE = "snapshots/base:", "snapshots/live:"
 _OPERATION = re.compile(r"sessions/([^/]+)/operations/([1-9][0-9]{0,15})")
 
 
@@ -94,6 +94,15 @@ def parse_operation_name(name: str) -> tuple[str, int]:
         f"Invalid operation name {name!r}: expected sessions/<session>/operations/<sequence number from 1>.",
         name=name,
     )
+
+
+def base_snapshot(digest: str) -> str:
+    """The snapshot of a base model. It takes nothing, and is always there."""
+    return f"{_BASE}{digest}"
+
+
+def is_base_snapshot(snapshot: str) -> bool:
+    return snapshot.startswith(_BASE)
 
 
 def live_snapshot(session: str) -> str:

@@ -33,6 +33,7 @@ from backend.trainer.base import FullConfig, Weights
 from together_post_training.errors import PostTrainingError
 from together_post_training.names import (
     CheckpointPath,
+    base_snapshot,
     live_snapshot,
     parse_checkpoint_path,
 )
@@ -134,7 +135,7 @@ class Snapshots:
 
     async def open_base(self, base_model: str) -> Snapshot:
         resource = await self._resources.get(base_model)
-        name = f"snapshots/base:{_hash(resource.name)}"
+        name = base_snapshot(_hash(resource.name))
         if name not in self._records:
             await self._records.put(Snapshot(name=name, base_model=resource.name))
         return self._records.get(name)

@@ -83,6 +83,7 @@ class FakeService:
         self.sample_warnings: list[list[str]] = []
         # Raises to fail an operation.
         self.behave: Callable[[Any], None] = lambda request: None
+        self.lease_s = 600.0
         # By base model.
         self.tokenizers: dict[str, catalog_pb2.GetTokenizerResponse] = {}
         self.port = 0
@@ -318,6 +319,11 @@ class _Generator(generator_pb2_grpc.GeneratorServiceServicer):
         return generator_pb2.Snapshot(
             name="snapshots/fake", base_model=request.base_model or "fake"
         )
+
+    async def HoldSnapshots(
+        self, request: Any, context: Any
+    ) -> generator_pb2.HoldSnapshotsResponse:
+        return generator_pb2.HoldSnapshotsResponse(lease_s=self._fake.lease_s)
 
     async def Sample(self, request: Any, context: Any) -> generator_pb2.SampleResponse:
         sequence = generator_pb2.SampledSequence(

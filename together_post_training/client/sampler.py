@@ -9,9 +9,10 @@ from together_post_training.client.server_warnings import ServerWarnings
 from together_post_training.v1 import generator_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sampler:
-    """Answers from the same weights for ever. Needs no order: any number of calls may run at once.
+    """Answers from the same weights for ever, or, of a live snapshot, from those that its session published last. Needs
+    no order: any number of calls may run at once. The server keeps the snapshot as long as this object lives.
 
     warnings: what the server wants the caller to know of answers that came.
     """
@@ -20,6 +21,13 @@ class Sampler:
     snapshot: str
     base_model: str
     warnings: ServerWarnings = field(default_factory=ServerWarnings, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.connection.holds.hold(self.connection, self, self.snapshot)
+
+    def exported(self) -> None:
+        """Somebody elsewhere may be about to sample from the same snapshot."""
+        self.connection.holds.export(self.snapshot)
 
     async def sample(self, request: generator_pb2.SampleRequest) -> generator_pb2.SampleResponse:
         """Cancelling it frees its share of the server."""
