@@ -20,8 +20,10 @@ from backend.generator.embedded import EmbeddedGenerator
 from backend.generator.invariant import tiles
 from backend.generator.invariant_runner import InvariantRunner
 from backend.generator.kv_cache import bytes_per_token
+from backend.trainer import base_model
 from backend.trainer.base_model import BaseModel
 from backend.trainer.families import FAMILIES
+from tests import models
 from tests.generator.calls import call, random_prompt
 from tests.generator.oracle import assert_logprobs_are_of, merged, publish, random_adapter
 from together_post_training.errors import PostTrainingError, Reason
@@ -179,6 +181,27 @@ def test_sample_that_starts_over_changes_no_bit(base_of, invariant_of, wait, sam
     wait(generator.close())
 
 
+def test_vocabulary_that_fills_no_vectors_changes_no_bit(tmp_path, wait, sample_all):
+    """Functions of logits, over several rows at once, would treat the end of the last row apart."""
+    base = base_model.load("odd", str(models.rand(tmp_path / "odd", "llama", vocab_size=99)))
+    generator = EmbeddedGenerator(base, batch_invariant=True)
+    calls = [
+        call(
+            random_prompt(length, seed=i, vocab_size=99),
+            max_tokens=12,
+            seed=i,
+            num_samples=2,
+            prompt_logprobs=True,
+            topk_prompt_logprobs=3,
+        )
+        for i, length in enumerate((3, 9, 10, 21))
+    ]
+    alone = [sample_all(generator, replace(asked, num_samples=1))[0] for asked in calls]
+    for one, other in zip(alone, sample_all(generator, *calls), strict=True):
+        assert_same_bits(one, replace(other, sequences=other.sequences[:1]))
+    wait(generator.close())
+
+
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_identical_calls_in_one_batch_get_identical_answers(
     generator_of, invariant_of, sample_all, is_invariant
@@ -280,9 +303,9 @@ def test_threads_are_those_it_was_checked_with(base_of, wait, sample_all):
 def test_gpu_is_refused_by_name(base_of):
     """Any device but the CPU is one on which nobody looked."""
     base: BaseModel = base_of("llama")
-    elsewhere = dataclasses.replace(
-        base, module=copy.deepcopy(base.module).to(torch.device("meta"))
-    )
+    module = copy.deepcopy(base.module)
+    torch.nn.Module.to(module, "meta")
+    elsewhere = dataclasses.replace(base, module=module)
     with pytest.raises(
         PostTrainingError, match="runs on a CPU only, and this model is on meta"
     ) as error:
