@@ -30,6 +30,11 @@ _CPU_LORA = {
 }
 
 
+# The trainer's weights are there already; the other half is for what it computes with.
+_BESIDE_THE_TRAINER = 0.5
+_BESIDE_EACH_OTHER = 0.85
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What a server is to serve, and where.
@@ -72,6 +77,15 @@ def gpu_of(replica: int, num_gpus: int, gpus_each: int = 1) -> int:
     """Replicas take the last GPUs first: the trainer has the first one."""
     places = max(num_gpus // gpus_each, 1)
     return (places - 1 - replica % places) * gpus_each
+
+
+def memory_fraction(places: Sequence[int], place: int, trainer_gpu: int) -> float | None:
+    """Of what is free on a server's GPU, where it has that to share. places: the first GPU of every server; None: it
+    has it for itself, and SGLang chooses."""
+    num_sharing = places.count(place)
+    if place == trainer_gpu:
+        return _BESIDE_THE_TRAINER / num_sharing
+    return _BESIDE_EACH_OTHER / num_sharing if num_sharing > 1 else None
 
 
 def gpus_each(arguments: Sequence[str]) -> int:

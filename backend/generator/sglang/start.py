@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from backend.generator.sglang.agreement import check_agreement
-from backend.generator.sglang.command import Served, gpu_of, gpus_each
+from backend.generator.sglang.command import Served, gpu_of, gpus_each, memory_fraction
 from backend.generator.sglang.generator import SglangGenerator
 from backend.generator.sglang.model import ServedModel
 from backend.generator.sglang.options import SglangOptions
@@ -23,9 +24,6 @@ from backend.trainer.base_model import BaseModel
 from together_post_training.errors import Reason, fail
 
 T = TypeVar("T")
-
-# Of what the trainer's weights leave of its GPU: the other half is for what it computes with.
-_SHARED_FRACTION = 0.5
 
 
 class SglangServers:
@@ -88,9 +86,10 @@ class SglangServers:
         return [GivenServer(url, self._options) for url in self._options.urls]
 
     def _started(self, num_servers: int) -> Sequence[Server]:
+        served = self._served(num_servers)
         servers = [
-            OwnServer(f"sglang-{i}", self._served(i), self._options, self._directory)
-            for i in range(num_servers)
+            OwnServer(f"sglang-{i}", each, self._options, self._directory)
+            for i, each in enumerate(served)
         ]
         try:
             with ThreadPoolExecutor(num_servers) as pool:
@@ -101,25 +100,26 @@ class SglangServers:
             raise
         return servers
 
-    def _served(self, replica: int) -> Served:
+    def _served(self, num_servers: int) -> list[Served]:
         base = self._base
-        place = self._place(replica)
-        return Served(
+        on_cpu = Served(
             directory=Path(base.info.location),
             window=base.info.limits.max_seq_length,
             max_lora_rank=base.info.max_lora_rank,
             has_tokenizer=base.tokenizer_dir is not None,
             has_experts=ServedModel(base).has_experts,
             dtype="float32" if base.dtype == torch.float32 else "bfloat16",
-            gpu=place,
-            memory_fraction=_SHARED_FRACTION if place == (base.device.index or 0) else None,
+            gpu=None,
         )
-
-    def _place(self, replica: int) -> int | None:
-        """The first GPU of a replica; None: on the CPU, like the trainer."""
-        if self._base.device.type != "cuda":
-            return None
-        return gpu_of(replica, torch.cuda.device_count(), gpus_each(self._options.arguments))
+        if base.device.type != "cuda":
+            return [on_cpu] * num_servers
+        num_gpus, each = torch.cuda.device_count(), gpus_each(self._options.arguments)
+        places = [gpu_of(i, num_gpus, each) for i in range(num_servers)]
+        trainer_gpu = base.device.index or 0
+        return [
+            replace(on_cpu, gpu=gpu, memory_fraction=memory_fraction(places, gpu, trainer_gpu))
+            for gpu in places
+        ]
 
 
 def _in_a_loop_of_its_own(work: Callable) -> None:

@@ -14,6 +14,7 @@ from backend.generator.sglang.command import (
     environment,
     gpu_of,
     gpus_each,
+    memory_fraction,
     split_arguments,
 )
 from backend.generator.sglang.options import SglangOptions, parse_generator
@@ -91,6 +92,20 @@ def test_environments_are_ours_over_the_inherited_and_the_users_over_ours():
 )
 def test_replicas_take_the_last_gpus_first(num_gpus, each, places):
     assert [gpu_of(replica, num_gpus, each) for replica in range(3)] == places
+
+
+@pytest.mark.parametrize(
+    ("places", "fractions"),
+    [
+        ([0], [0.5]),
+        ([1], [None]),
+        ([1, 0], [None, 0.5]),
+        ([1, 1], [0.425] * 2),
+        ([0, 0], [0.25] * 2),
+    ],
+)
+def test_servers_share_the_memory_of_a_gpu_with_the_trainer_and_each_other(places, fractions):
+    assert [memory_fraction(places, place, 0) for place in places] == fractions
 
 
 def test_gpus_of_a_server_are_read_from_its_arguments():
