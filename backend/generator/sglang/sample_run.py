@@ -9,7 +9,8 @@ as many of the last tokens as the string itself has, and misses one that was sam
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class SampleRun:
         self._parts: list[Sampled] = []
         self._segments: list[Segment] = []
         self._num_tokens = 0
+        self._is_moved = False
         self._num_kept: int | None = None
 
     @property
@@ -66,9 +68,18 @@ class SampleRun:
         """Whether text has to be made of its tokens."""
         return bool(self.call.stop.strings)
 
+    @contextmanager
+    def requesting(self, rid: str) -> Iterator[None]:
+        """A request runs until the end; it may be ended for the sample to move."""
+        self.request, self._is_moved = rid, False
+        try:
+            yield
+        finally:
+            self.request = None
+
     def move(self, snapshot: str, weights: RunWeights) -> None:
         hold(self._held, weights)
-        self.snapshot, self.weights = snapshot, weights
+        self.snapshot, self.weights, self._is_moved = snapshot, weights, True
 
     def so_far(self) -> list[int]:
         """The prompt and its own tokens."""
@@ -80,7 +91,7 @@ class SampleRun:
         Raises:
             PostTrainingError: UNAVAILABLE for one that somebody else ended.
         """
-        if part.end == "abort" and self.snapshot == snapshot:
+        if part.end == "abort" and not self._is_moved:
             raise fail(Reason.UNAVAILABLE, "The SGLang server was told by others to end the call.")
         if part.end != "abort" and not len(part.tokens):
             raise unreadable("no tokens")
