@@ -10,6 +10,7 @@ Shapes: K heads of keys and values, D of a head, W all keys and values of a toke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,32 +47,32 @@ class Pool:
         self._layout = layout
         # Rows from here on were never used since they were allocated.
         self._num_used = 0
-        # Keys and values by layer, each (num_allocated, capacity, K, D).
+        # Keys and values by layer, each (num_allocated, K, capacity, D): what attention reads lies side by side.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values (n, K, D) at `places` (n,): row * capacity + position."""
         if layer not in self._layout:
             self._layout[layer] = keys[:0].clone(), values[:0].clone()
+        rows, positions = places // self.capacity, places % self.capacity
         for stored, new in zip(self._layer(layer), (keys, values), strict=True):
-            stored.flatten(0, 1).index_copy_(0, places, new)
+            stored[rows, :, positions] = new
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values of every running sample: views (rows, K, length, D)."""
         keys, values = self._layer(layer)
         num_rows = self.num_running
-        return keys[:num_rows, :length].transpose(1, 2), values[:num_rows, :length].transpose(1, 2)
+        return keys[:num_rows, :, :length], values[:num_rows, :, :length]
 
     def read_row(self, layer: int, index: int, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values of one row: views (K, length, D)."""
         keys, values = self._layer(layer)
-        return keys[index, :length].transpose(0, 1), values[index, :length].transpose(0, 1)
+        return keys[index, :, :length], values[index, :, :length]
 
     def flat(self, index: int, start: int, stop: int) -> Tensor:
         """A copy (n, W) of what a row holds from position `start` to `stop`."""
-        parts = [
-            s[index, start:stop].flatten(1) for layer in self._layout for s in self._layer(layer)
-        ]
+        stored = itertools.chain.from_iterable(map(self._layer, self._layout))
+        parts = [s[index, :, start:stop].transpose(0, 1).flatten(1) for s in stored]
         return torch.cat(parts, dim=1)
 
     def fill(self, index: int, flat_TW: Tensor) -> None:
@@ -79,9 +80,10 @@ class Pool:
         column = 0
         for layer in self._layout:
             for stored in self._layer(layer):
-                to = stored[index, : len(flat_TW)].flatten(1)
-                to.copy_(flat_TW[:, column : column + to.shape[1]])
-                column += to.shape[1]
+                num_heads, _, dim = stored[index].shape
+                part = flat_TW[:, column : column + num_heads * dim].unflatten(1, (num_heads, dim))
+                stored[index, :, : len(part)] = part.transpose(0, 1)
+                column += num_heads * dim
 
     def add(self) -> Row:
         assert len(self.rows) < self.num_allocated
@@ -124,7 +126,7 @@ class Pool:
         """Copies the first `length` tokens of a row, here or into another pool."""
         for layer in self._layers:
             for stored, copied in zip(self._layer(layer), to._layer(layer), strict=True):
-                copied[to_index, :length] = stored[index, :length]
+                copied[to_index, :, :length] = stored[index, :, :length]
 
     def resize(self, num_rows: int) -> None:
         """Makes room for exactly this many rows, at least those in use. Changes nothing if memory runs out."""
@@ -144,18 +146,11 @@ class Pool:
             self._layers[layer] = self._zeros(layer, self.num_allocated)
         return self._layers[layer]
 
-    def _zeros(self, layer: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._layout[layer]
-        return _zeros(num_rows, self.capacity, keys, values)
-
-
-def _zeros(num_rows: int, capacity: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _zeros(num_rows: int, capacity: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """For keys and values of these kinds. Zeros, because attention multiplies what it masks by 0, and memory that was
     never written may hold NaN."""
-    return (
-        keys.new_zeros(num_rows, capacity, *keys.shape[-2:]),
-        values.new_zeros(num_rows, capacity, *values.shape[-2:]),
-    )
+    (keys, values) = (x.new_zeros(num_rows, x.shape[1], capacity, x.shape[2]) for x in like)
+    return keys, values
 
 
 class KVCache:
