@@ -146,10 +146,14 @@ class Pool:
             self._layers[layer] = self._zeros(layer, self.num_allocated)
         return self._layers[layer]
 
-    def _zeros(num_rows: int, capacity: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _zeros(self, layer: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        return _zeros(num_rows, self.capacity, self._layout[layer])
+
+
+def _zeros(num_rows: int, capacity: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """For keys and values of these kinds. Zeros, because attention multiplies what it masks by 0, and memory that was
     never written may hold NaN."""
-    (keys, values) = (x.new_zeros(num_rows, x.shape[1], capacity, x.shape[2]) for x in like)
+    keys, values = (x.new_zeros(num_rows, x.shape[1], capacity, x.shape[2]) for x in like)
     return keys, values
 
 
