@@ -397,7 +397,7 @@ def _add_generator(serve: argparse.ArgumentParser) -> None:
         "--batch-invariant",
         action="store_true",
         help="sample so that the same request gives the same log-probabilities, to the bit, whatever else is sampled: "
-        "on a CPU, at half to three quarters of the speed. Without it they move by about 1e-6",
+        "on a CPU, at 0.4 to 0.8 of the speed. Without it they move by about 1e-6",
     )
     serve.add_argument(
         "--generator",
