@@ -100,7 +100,7 @@ class BigramGenerator:
         while not scores.is_complete:
             stop = min(scores.next + _STEP_SCORES, scores.num_tokens)
             async with self._step:
-                await asyncio.sleep(0)
+                await _let_others()
                 scores.add(NumpyRows(table[call.prompt[scores.next - 1 : stop - 1]]), stop)
         return scores
 
@@ -114,7 +114,7 @@ class BigramGenerator:
             for start in range(0, len(running), _STEP_SAMPLES):
                 some = running[start : start + _STEP_SAMPLES]
                 async with self._step:
-                    await asyncio.sleep(0)
+                    await _let_others()
                     last = [tokens[i][-1] if position else int(call.prompt[-1]) for i in some]
                     uniforms = np.array([streams[i].uniform(position) for i in some])
                     table = weights.table
@@ -130,6 +130,13 @@ class BigramGenerator:
             if not running:
                 break
         return [_sequence(parts[i], call, tokens[i], i in stopped) for i in range(call.num_samples)]
+
+
+async def _let_others() -> None:
+    """gRPC needs three rounds of the loop to take in a call. With one between steps, a busy server would answer calls
+    faster than it takes them in, and heartbeats would wait outside with all that arrives."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 def _sequence(
