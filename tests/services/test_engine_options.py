@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
 import torch
 
 from backend import cli
+from backend.generator.embedded import EmbeddedGenerator
+from backend.generator.kv_cache import bytes_per_token
 from backend.generator.replicas import Replicas
 from backend.resources.engines import DEFAULT_OPTIONS, EngineOptions, open_engines
 from backend.trainer.torch_trainer import TorchTrainer
@@ -27,6 +30,7 @@ def test_options_are_chosen_by_the_machine_unless_given():
         *("--dtype", "bfloat16", "--device", "cpu"),
         *("--token-budget", "200", "--activation-memory", "0.5"),
         *("--generator-replicas", "3", "--batch-invariant"),
+        *("--kv-cache-memory", "0.25", "--max-running", "9", "--max-prefill-tokens", "64"),
     )
     assert given == EngineOptions(
         dtype="bfloat16",
@@ -35,6 +39,9 @@ def test_options_are_chosen_by_the_machine_unless_given():
         activation_bytes=2**29,
         num_generator_replicas=3,
         batch_invariant=True,
+        kv_cache_bytes=2**28,
+        max_running=9,
+        max_prefill_tokens=64,
     )
 
 
@@ -45,6 +52,9 @@ def test_options_are_chosen_by_the_machine_unless_given():
         ("--token-budget", "many", "a whole number above 0"),
         ("--generator-replicas", "0", "a whole number above 0"),
         ("--max-sampling-calls", "0", "a whole number above 0"),
+        ("--kv-cache-memory", "0", "a number above 0"),
+        ("--max-running", "0", "a whole number above 0"),
+        ("--max-prefill-tokens", "1.5", "a whole number above 0"),
         ("--activation-memory", "-1", "a number above 0"),
         ("--activation-memory", "inf", "a number above 0"),
         ("--gap-timeout", "nan", "a number above 0"),
@@ -71,6 +81,18 @@ def test_engines_are_opened_as_the_options_say(tmp_path, monkeypatch, caplog):
     assert trainer._base.module.get_input_embeddings().weight.dtype == torch.bfloat16
     assert "micro-batches of 200 tokens" in caplog.text
     assert "0.03 GiB for activations" in caplog.text
+
+
+def test_the_generator_is_opened_as_the_options_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chosen = EngineOptions(kv_cache_bytes=2**28, max_running=9, max_prefill_tokens=64)
+    generator = open_engines("tiny", "builtin:tiny", chosen).generator
+    assert isinstance(generator, EmbeddedGenerator)
+    batch = generator._engine._batch
+    per_token = bytes_per_token(generator._full._base.module.config, torch.float32)
+    assert batch._cache._max_tokens == 2**28 // per_token
+    assert (batch._max_running, batch._max_prefill_tokens) == (9, 64)
+    asyncio.run(generator.close())
 
 
 def test_exact_bigram_says_that_it_has_no_use_for_them(caplog):
