@@ -20,10 +20,10 @@ class Room:
         self.order: list[str] = []
         self.most = 0
 
-    def come(self, name: str, flow: str = "f", cost: float = 1.0) -> asyncio.Task[None]:
+    def come(self, name: str, flow: str = "f", cost: int = 1) -> asyncio.Task[None]:
         return asyncio.ensure_future(self._stay(name, flow, cost))
 
-    async def _stay(self, name: str, flow: str, cost: float) -> None:
+    async def _stay(self, name: str, flow: str, cost: int) -> None:
         async with self.turns.turn(flow, cost):
             self.running[name] = asyncio.Event()
             self.order.append(name)
@@ -92,12 +92,29 @@ def test_call_that_is_cancelled_as_its_turn_comes_hands_it_on():
     asyncio.run(main())
 
 
+def test_few_calls_of_one_flow_do_not_wait_for_the_many_of_another():
+    async def main() -> None:
+        room = Room(1)
+        tasks = [room.come(f"many {i}", "many", 10) for i in range(50)]
+        await settle()
+        tasks.append(room.come("one", "other", 10))
+        await settle()
+        while room.running:
+            next(iter(room.running.values())).set()
+            await settle()
+        await asyncio.gather(*tasks)
+        assert room.order.index("one") <= 3
+        assert [name for name in room.order if name != "one"] == [f"many {i}" for i in range(50)]
+
+    asyncio.run(main())
+
+
 def test_call_that_fails_hands_its_turn_on():
     async def main() -> None:
         turns = Turns(1)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                async with turns.turn("f", 1.0):
+                async with turns.turn("f", 1):
                     raise ZeroDivisionError
         assert turns.num_running == 0
 
