@@ -48,8 +48,8 @@ class ServerConfig:
     checkpoint_sweep_interval_s: float = 30.0
     """How often expired checkpoints, which nobody sees any more, are removed from the disk."""
     snapshot_lease_s: float = 600.0
-    """How long a client that holds snapshots may be silent before it is taken for dead, and how long one that was let go
-    of is kept for whoever may be about to hold it."""
+    """How long a client that holds snapshots may be silent before it is taken for dead, and how long a snapshot that
+    was let go of is kept for whoever may be about to hold it."""
     snapshot_retention_s: float = 24 * 3600.0
     """How long a published snapshot that is not its session's newest is kept though nobody holds or uses it: those of
     clients that died, or that never held any."""
