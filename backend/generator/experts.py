@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from backend.generator.lora import Routes
+from backend.generator.lora import Routes, SnapshotWeights
 from backend.trainer.experts import Dispatch, dispatch
+
+# Of each adapter of experts, what `Dispatch.ranges_of` gives for its tokens.
+_Places = Sequence[tuple[SnapshotWeights, Sequence[tuple[int, int, int]]]]
 
 
 class RoutedExperts(nn.Module):
@@ -27,11 +30,20 @@ class RoutedExperts(nn.Module):
         if self._routes.chosen is not None:
             self._routes.chosen.append(experts_TK)
         sent = dispatch(experts_TK, len(self._shared["down_proj"]))
-        gate_up = self._linear("gate_up_proj", sent.gather(hidden_TH), sent)
-        down = self._linear("down_proj", self._apply_gate(gate_up), sent)
+        places = self._places(sent)
+        gate_up = self._linear("gate_up_proj", sent.gather(hidden_TH), sent, places)
+        down = self._linear("down_proj", self._apply_gate(gate_up), sent, places)
         return sent.combine(down, weights_TK)
 
-    def _linear(self, name: str, x_SI: Tensor, sent: Dispatch) -> Tensor:
+    def _places(self, sent: Dispatch) -> _Places:
+        paths = [f"{self._path}.{name}" for name in self._shared]
+        return [
+            (span.weights, sent.ranges_of(span.start, span.stop))
+            for span in self._routes.spans
+            if any(path in span.weights.pairs for path in paths)
+        ]
+
+    def _linear(self, name: str, x_SI: Tensor, sent: Dispatch, places: _Places) -> Tensor:
         weight_EOI, products = self._shared[name], self._routes.products
         y_SO = torch.cat(
             [
@@ -39,11 +51,11 @@ class RoutedExperts(nn.Module):
                 for expert, lo, hi in sent.ranges()
             ]
         )
-        for span in self._routes.spans:
-            pair = span.weights.pairs.get(f"{self._path}.{name}")
+        for weights, ranges in places:
+            pair = weights.pairs.get(f"{self._path}.{name}")
             if pair is not None:
                 a_t, b_t = pair
-                for expert, lo, hi in sent.ranges_of(span.start, span.stop):
+                for expert, lo, hi in ranges:
                     products.add_product(y_SO[lo:hi], x_SI[lo:hi], a_t[expert], b_t[expert])
         return y_SO
 
