@@ -385,9 +385,6 @@ def test_options_that_have_no_effect_warn_with_the_consequence(service, client, 
     with pytest.warns(DeprecationWarning, match="name='step' has no effect"):
         named = client.save_weights_and_get_sampling_client(name="step")
     assert tokens_of(named.sample(prompt(3), 1, greedy(1)).result()) == [[4]]
-    with pytest.raises(tinker.BadRequestError, match="kind='inflight'"):
-        client.save_weights_and_get_sampling_client(kind="inflight")
-
 
 def test_sampling_arguments_may_be_a_dict_where_tinkers_types_take_one(sampler):
     params: Any = {"max_tokens": 2, "temperature": 0}
