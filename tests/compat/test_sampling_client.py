@@ -12,7 +12,7 @@ from tinker import types
 
 import tinker_compat as tinker
 from tests.compat.conftest import MODEL
-from tests.compat.data import HIT, MISS, close, greedy, prompt
+from tests.compat.data import HIT, MISS, close, datum, greedy, prompt
 from tinker_compat.sample_conversion import sample_response
 from together_post_training import tensors
 from together_post_training.v1 import generator_pb2 as pb
@@ -38,6 +38,25 @@ def test_a_sample_is_tinkers_with_tokens_logprobs_and_a_reason(sampler):
     assert sequence.stop_reason == "length"
     assert response.prompt_logprobs is None
     assert response.topk_prompt_logprobs is None
+
+
+def test_inflight_client_samples_from_what_was_published_last_and_others_stay(client):
+    following = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    pinned = client.save_weights_and_get_sampling_client().result()
+    before = following.compute_logprobs(prompt(3, 4)).result()
+    assert pinned.compute_logprobs(prompt(3, 4)).result() == before
+    client.forward_backward([datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=0.5)).result()
+    assert following.compute_logprobs(prompt(3, 4)).result() == before
+    client.save_weights_and_get_sampling_client(kind="inflight").result()
+    after = following.compute_logprobs(prompt(3, 4)).result()
+    assert abs(after[1] - before[1]) > 0.01
+    assert pinned.compute_logprobs(prompt(3, 4)).result() == before
+
+
+def test_kinds_of_sampling_clients_that_there_are_not_are_refused_by_name(client):
+    with pytest.raises(tinker.BadRequestError, match="kind='live'"):
+        client.save_weights_and_get_sampling_client(kind="live")
 
 
 def test_sampled_sequences_have_ids_of_their_own(sampler):
@@ -385,6 +404,7 @@ def test_options_that_have_no_effect_warn_with_the_consequence(service, client, 
     with pytest.warns(DeprecationWarning, match="name='step' has no effect"):
         named = client.save_weights_and_get_sampling_client(name="step")
     assert tokens_of(named.sample(prompt(3), 1, greedy(1)).result()) == [[4]]
+
 
 def test_sampling_arguments_may_be_a_dict_where_tinkers_types_take_one(sampler):
     params: Any = {"max_tokens": 2, "temperature": 0}
