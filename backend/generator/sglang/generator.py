@@ -207,7 +207,7 @@ class SglangGenerator:
 
     def _turn(self, call: SampleCall, num_tokens: int):
         """Snapshots get equal shares where there are more calls than may be sent."""
-        return self._turns.turn(call.snapshot or "", float(max(num_tokens, 1)))
+        return self._turns.turn(call.snapshot or "", max(num_tokens, 1))
 
     async def _persistently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Again where the server was lost meanwhile, a few times.
