@@ -28,12 +28,14 @@ from tests import models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """`start` builds a fresh pair; `tolerance`: largest difference between ways to compute a logprob."""
+    """`start` builds a fresh pair; `tolerance`: largest difference between ways to compute a logprob;
+    `repeat_tolerance`: between two answers to the same call, alone."""
 
     name: str
     start: Callable[[], tuple[Trainer, Generator]]
     is_succ16: bool
     tolerance: float
+    repeat_tolerance: float = 0.0
 
 
 def _pair(model: BigramModel) -> tuple[Trainer, Generator]:

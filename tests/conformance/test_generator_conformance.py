@@ -162,14 +162,14 @@ def test_a_snapshot_answers_the_same_whatever_is_trained_later(bench: Bench):
         more = random_sample(seed, bench.trainer.model.limits.vocab_size, 12)
         train(bench.trainer, session, [more], adam=AdamParams(learning_rate=0.1))
     later = bench.publish(session)
-    assert_same_answer(bench.sample(asked), first, 0)
+    assert_same_answer(bench.sample(asked), first, bench.engine.repeat_tolerance)
     np.testing.assert_array_equal(bench.sample(scoring).prompt_logprobs, scored)
     moved = bench.sample(replace(scoring, snapshot=later)).prompt_logprobs
     assert moved is not None
     assert scored is not None
     assert np.abs(moved[1:] - scored[1:]).max() > 0.1
     bench.trainer.delete_session(session)
-    assert_same_answer(bench.sample(asked), first, 0)
+    assert_same_answer(bench.sample(asked), first, bench.engine.repeat_tolerance)
 
 
 def test_the_adapter_handed_over_may_be_reused(bench: Bench):

@@ -56,6 +56,8 @@ def started(
                 start=partial(engines.start, kind, sglang, scratch),
                 is_succ16=kind.is_succ16,
                 tolerance=kind.tolerance,
+                # What it has read before it adds up in another order.
+                repeat_tolerance=kind.tolerance,
             )
         return start(known[kind.name])
 
