@@ -157,6 +157,19 @@ class Connection:
                 outage = Outage(self.policy)
             await self._wait_out(outcome, outage)
 
+    async def call_once(self, method: str, request: Message, *, timeout_s: float) -> Any:
+        """The same in one attempt, which nobody hears of: for what is said again anyway.
+
+        Raises:
+            PostTrainingError: also UNAVAILABLE, when the server did not answer.
+            ConnectionLostError: it never did.
+        """
+        rpc = operator.attrgetter(method)(self._stubs or await self._connect())
+        outcome = await self._attempt(rpc, request, timeout_s)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        return outcome
+
     @property
     def is_closed(self) -> bool:
         return self._is_closed

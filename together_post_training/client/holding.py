@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 30.0
 # For a copy that may be on its way to another process: pickled, or as a handle.
 EXPORTED_S = 3600.0
+_METHOD = "generator.HoldSnapshots"
 _CALL_TIMEOUT_S = 15.0
 _LAST_CALL_TIMEOUT_S = 1.0
 
@@ -38,9 +39,7 @@ class Caller(Protocol):
     @property
     def is_closed(self) -> bool: ...
 
-    async def call(
-        self, method: str, request: Message, *, timeout_s: float | None = None
-    ) -> Any: ...
+    async def call_once(self, method: str, request: Message, *, timeout_s: float) -> Any: ...
 
 
 class Holds:
@@ -89,11 +88,11 @@ class Holds:
         self._telling.cancel()
         if not self._is_heard:
             return
+        last = self._request(self._on_their_way())
         try:
-            async with asyncio.timeout(_LAST_CALL_TIMEOUT_S):
-                await caller.call("generator.HoldSnapshots", self._request(self._on_their_way()))
-        except (TimeoutError, PostTrainingError, ConnectionLostError) as error:
-            logger.debug("holding on to snapshots until the server notices: %s", error)
+            await caller.call_once(_METHOD, last, timeout_s=_LAST_CALL_TIMEOUT_S)
+        except (PostTrainingError, ConnectionLostError) as error:
+            logger.debug("snapshots are held until the server notices: %s", error)
 
     def _on_their_way(self) -> set[str]:
         now = self._monotonic()
@@ -126,8 +125,8 @@ class Holds:
         """Returns how long the server waits for the next time; None: it has not heard it."""
         self._is_heard = False
         try:
-            answer = await caller.call(
-                "generator.HoldSnapshots", self._request(names), timeout_s=_CALL_TIMEOUT_S
+            answer = await caller.call_once(
+                _METHOD, self._request(names), timeout_s=_CALL_TIMEOUT_S
             )
         except (PostTrainingError, ConnectionLostError) as error:
             # A server from before there was such a call keeps everything.
