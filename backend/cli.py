@@ -210,6 +210,7 @@ def _config(options: argparse.Namespace) -> ServerConfig:
         engines=_engine_options(options),
         durability=options.durability,
         max_sampling_calls=options.max_sampling_calls,
+        snapshot_retention_s=options.snapshot_retention * 3600,
         gap_timeout_s=options.gap_timeout,
         grace_s=options.grace,
     )
@@ -313,6 +314,14 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         "--embedded",
         action="store_true",
         help="take a free part of the store, beside other servers that use it",
+    )
+    serve.add_argument(
+        "--snapshot-retention",
+        type=_positive(float),
+        default=24.0,
+        metavar="HOURS",
+        help="how long published weights are kept that are not their session's newest and that nobody says to hold: of "
+        "clients that died, or that do not say. What a live client holds is kept as long as it does, and ten minutes more",
     )
     serve.add_argument(
         "--durability",

@@ -79,8 +79,10 @@ class GeneratorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def HoldSnapshots(self, request, context):
-        """Says which snapshots a client holds: all of them, each time. A session's snapshots are kept as long as somebody
-        holds them; clients call this again well before the lease ends.
+        """Says which snapshots a client holds: all of them, each time. A snapshot is kept as long as somebody holds it, a
+        sample uses it, or it is the newest of a session that runs. After that: one that was let go, for lease_s; one that
+        nobody held, or whose holder fell silent, for a day, or what the server was started with (--snapshot-retention).
+        Those of checkpoints can be opened again. Clients call this again well before the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
