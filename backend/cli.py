@@ -321,7 +321,7 @@ def _add_what_to_serve(serve: argparse.ArgumentParser) -> None:
         default=24.0,
         metavar="HOURS",
         help="how long published weights are kept that are not their session's newest and that nobody says to hold: of "
-        "clients that died, or that do not say. What a live client holds is kept as long as it does, and ten minutes more",
+        "clients that died, or do not say. What a live client holds is kept as long as it does, and ten minutes more",
     )
     serve.add_argument(
         "--durability",
