@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -214,16 +215,25 @@ def test_a_call_cancelled_while_its_prompt_is_read_leaves_nothing(
     fresh, wait: Wait, sample_all: SampleAll
 ):
     generator = fresh(max_prefill_tokens=1)
+    stepper = generator._engine._stepper
+    plain = stepper.read
+    has_read, may_go_on = threading.Event(), threading.Event()
+
+    def read(*arguments):
+        drawn = plain(*arguments)
+        has_read.set()
+        assert may_go_on.wait(10)
+        return drawn
 
     async def cancel_one() -> None:
+        stepper.read = read
         long = asyncio.ensure_future(
             generator.sample(call(random_prompt(60), max_tokens=2, num_samples=2))
         )
-        running = asyncio.ensure_future(generator.sample(call([1], max_tokens=63)))
-        await asyncio.sleep(0.02)
-        assert not long.done()
+        assert await asyncio.to_thread(has_read.wait, 10)
         long.cancel()
-        await running
+        await asyncio.sleep(0)
+        may_go_on.set()
         await generator.sample(call([2], max_tokens=1))
 
     wait(cancel_one())
