@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -30,7 +31,7 @@ from backend.resources.resources import Resources
 from backend.resources.retention import Lifetimes, Retention
 from backend.resources.snapshot_records import SnapshotRecords, gone
 from backend.trainer.base import FullConfig, Weights
-from together_post_training.errors import PostTrainingError
+from together_post_training.errors import PostTrainingError, Reason
 from together_post_training.names import (
     CheckpointPath,
     base_snapshot,
@@ -38,6 +39,8 @@ from together_post_training.names import (
     parse_checkpoint_path,
 )
 from together_post_training.v1.generator_pb2 import Snapshot
+
+log = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -62,6 +65,7 @@ class Snapshots:
         # Full weights are large: one set is read at a time.
         self._loading_full = asyncio.Lock()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._returning: dict[str, asyncio.Task[None]] = {}
 
     @property
     def lease_s(self) -> float:
@@ -77,8 +81,15 @@ class Snapshots:
         return self._records.get(name) if live is None else live.message()
 
     def hold(self, holder: str, names: Sequence[str]) -> list[str]:
-        """`names`: all that it holds from now on. Returns those that do not exist."""
-        return self._retention.hold(holder, names)
+        """`names`: all that it holds from now on. Returns those that do not exist.
+
+        Those of checkpoints that are not here, e.g. after a restart, come back before the checkpoint may change.
+        """
+        missing = self._retention.hold(holder, names)
+        for name in set(names).difference(missing, self._returning):
+            if name in self._records and self._is_asleep(self._records.get(name)):
+                self._returning[name] = asyncio.create_task(self._return(name))
+        return missing
 
     async def sweep(self) -> None:
         """Drops what nobody holds or uses any more."""
@@ -211,14 +222,35 @@ class Snapshots:
                 with use.until_end:
                     yield use
 
+    def _is_asleep(self, shown: Snapshot) -> bool:
+        """Of a checkpoint, and not here, although its model is."""
+        resource = self._resources.ready(shown.base_model)
+        return bool(shown.path and resource and not resource.residency.has(shown.name))
+
+    async def _return(self, name: str) -> None:
+        try:
+            with self._records.used(name) as shown:
+                await self._reopen(shown)
+        except PostTrainingError as error:
+            log.info("snapshot %s is held and cannot come back: %s", name, error.reason)
+        finally:
+            del self._returning[name]
+
     async def _reopen(self, shown: Snapshot) -> None:
         """After a restart, or when it was not kept: from the checkpoint, if it still is what it was."""
         try:
             opened = await self.open_checkpoint(parse_checkpoint_path(shown.path))
         except PostTrainingError as error:
-            raise gone(shown.name, f"its checkpoint cannot be read: {error.message}") from None
-        if opened.name != shown.name:
-            raise gone(shown.name, f"{shown.path} was overwritten since")
+            why = f"its checkpoint cannot be read: {error.message}"
+            is_gone = error.reason is Reason.CHECKPOINT_NOT_FOUND
+        else:
+            why = f"{shown.path} was overwritten since"
+            is_gone = opened.name != shown.name
+            if not is_gone:
+                return
+        if is_gone and shown.name in self._records:
+            await self._records.forget(shown.name, why)
+        raise gone(shown.name, why)
 
     def _still_opens(self, shown: Snapshot) -> bool:
         """Of a checkpoint's. Reads files."""

@@ -216,6 +216,22 @@ def test_journal_keeps_snapshots_in_the_order_of_their_names_first_appearance(
     used(open_journal, read)
 
 
+def test_journal_forgets_snapshots_and_takes_their_names_again(open_journal: OpenJournal):
+    async def write(journal: Journal) -> None:
+        for name in "abc":
+            await journal.put_snapshot(generator_pb2.Snapshot(name=name))
+        for name in ("a", "c", "never"):
+            await journal.delete_snapshot(name)
+        await journal.put_snapshot(generator_pb2.Snapshot(name="a", policy_version=7))
+
+    async def read(journal: Journal) -> None:
+        kept = [(s.name, s.policy_version) for s in await journal.list_snapshots()]
+        assert kept == [("b", 0), ("a", 7)]
+
+    used(open_journal, write)
+    used(open_journal, read)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 6), st.booleans()), max_size=20),
