@@ -245,6 +245,32 @@ def test_pipeline_moves_running_calls_and_each_sequence_tells_its_segments(gated
     assert not np.allclose(caller.score(names[0], tokens)[1:], logprobs(answers[0].sequences[0]))
 
 
+def test_generator_that_cannot_move_calls_says_so_once_and_they_end_as_they_began(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+):
+    def move(old: str, new: str) -> None:
+        raise fail(Reason.UNIMPLEMENTED, "Calls cannot move.")
+
+    running, generator = gated
+    monkeypatch.setattr(generator, "move", move)
+    caller, run = running.caller, running.caller.session()
+    first = sync(run, PIPELINE)
+    generator.steps.is_open = False
+    call = start(caller, live(caller, run).name, 6)
+    wait_until(lambda: generator.steps.num_waiting == 1)
+    warnings = []
+    for _ in range(2):
+        run.train(TOKENS)
+        done = caller.wait(submit(run, PIPELINE))
+        assert done.state == operations_pb2.OPERATION_STATE_SUCCEEDED, done.error
+        warnings.extend(done.warnings)
+    (warning,) = warnings
+    assert "weights that they began with" in warning
+    generator.steps.open()
+    assert segments(call.result(10).sequences[0]) == [(0, 0, first.snapshot)]
+    assert caller.generator.Sample(request(live(caller, run).name)).policy_version == 2
+
+
 def test_each_sequence_of_a_call_has_segments_of_its_own(gated: Gated):
     """One has ended before the weights change, the other spans the change."""
     running, generator = gated
