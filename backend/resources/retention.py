@@ -76,12 +76,10 @@ class Retention:
         for name in self._leases.expire(self._monotonic()):
             self._records.touch(name)
         for record in self._records.all():
-            if not is_published(record.shown) and not self._is_here(record.shown):
-                continue
             why = self._why_due(record)
             if why is not None and is_published(record.shown):
                 await self._drop_published(record.shown, why)
-            elif why is not None:
+            elif why is not None and record.shown.path:
                 await self._drop_opened(record)
 
     def _why_due(self, record: Record) -> str | None:
@@ -121,11 +119,14 @@ class Retention:
     async def _drop_opened(self, record: Record) -> None:
         """Its name goes with its checkpoint."""
         shown = record.shown
-        log.info("snapshot %s is not kept any more", shown.name)
+        self._records.touch(shown.name)  # It is looked at again after as long.
         self._leases.forget(shown.name)
-        await self._free(shown)
+        if self._is_here(shown):
+            log.info("snapshot %s leaves memory and disk", shown.name)
+            await self._free(shown)
         still_opens = await asyncio.to_thread(self._still_opens, shown)
-        if not (still_opens or record.num_users or self._is_here(shown)):
+        is_wanted = record.num_users or self._is_here(shown)
+        if not (still_opens or is_wanted) and shown.name in self._records:
             await self._records.forget(shown.name, f"{shown.path} was deleted or overwritten")
 
     async def _free(self, shown: Snapshot) -> None:

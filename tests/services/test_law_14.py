@@ -307,6 +307,8 @@ class Law14(RuleBasedStateMachine):
         for seconds in (LEASE_S + 1, RETENTION_S + 1):
             self.clock.now += seconds
             self.do(self.snapshots.sweep())
+        # Whoever still writes one down finds that it is gone, and deletes the file.
+        self.do(self.resource.residency._spilled_surplus())
         assert not self.generator._snapshots
         assert not list(self.spilled.iterdir())
         kept = {shown.name for shown in self.do(self.journal.list_snapshots())}
