@@ -62,7 +62,8 @@ def main() -> int:
             for part in (transformers, adapters, publishing, prefixes, sglang, sglang_adapters):
                 if args.only in part.__name__:
                     print(f"{part.__name__} ...", flush=True)
-                    rows += part(bench)
+                    rows += (found := part(bench))
+                    report.show(found)
             service.close("success").result()
     return report.finish("generator", rows)
 

@@ -74,9 +74,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 def finish(name: str, rows: list[Row]) -> int:
     """Prints the table, saves the JSON, and returns the exit status: 1 if a goal was missed."""
-    print(f"\n{'':2}{'name':<46}{'ours':>12}{'reference':>12}{'ratio':>8}   goal")
-    for row in rows:
-        print(_line(row))
+    show(rows)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     document = {
@@ -88,6 +86,12 @@ def finish(name: str, rows: list[Row]) -> int:
     missed = [row.name for row in rows if not row.is_met]
     print(f"\nsaved {path}; " + (f"missed: {', '.join(missed)}" if missed else "every goal met"))
     return 1 if missed else 0
+
+
+def show(rows: Sequence[Row]) -> None:
+    print(f"\n{'':2}{'name':<46}{'ours':>12}{'reference':>12}{'ratio':>8}   goal")
+    for row in rows:
+        print(_line(row), flush=True)
 
 
 def _line(row: Row) -> str:

@@ -19,7 +19,8 @@ class SglangClient:
     def __init__(self, url: str) -> None:
         self._url = url
         self._loop = asyncio.new_event_loop()
-        limits = httpx.Limits(max_connections=None)
+        # The server closes a connection that idles for 5 s, perhaps just when it is taken up again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits)
 
     def load_adapter(self, name: str, directory: Path) -> None:

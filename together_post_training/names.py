@@ -8,7 +8,7 @@ from typing import Literal
 
 from together_post_training.errors import Reason, fail
 
-CheckpointFolder = Literal["weights", "sampler_weights"]
+CheckpointFolder = Literal["weights", "sampler_weights", "external_weights"]
 
 MAX_SEQUENCE = 2**53
 _SESSION = re.compile(r"[A-Za-z0-9_\-:]{1,128}")
@@ -20,7 +20,7 @@ _OPERATION = re.compile(r"sessions/([^/]+)/operations/([1-9][0-9]{0,15})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPath:
-    """tinker://{session}/{weights|sampler_weights}/{name}"""
+    """tinker://{session}/{weights|sampler_weights|external_weights}/{name}"""
 
     session: str
     folder: CheckpointFolder
@@ -34,7 +34,7 @@ def parse_checkpoint_path(path: str) -> CheckpointPath:
     """Raises INVALID_PATH, saying what a path looks like."""
     match = _PATH.fullmatch(path)
     session, folder, name = match.groups() if match else ("", "", "")
-    if folder in ("weights", "sampler_weights"):
+    if folder in ("weights", "sampler_weights", "external_weights"):
         return CheckpointPath(
             session=check_session_id(session, reason=Reason.INVALID_PATH),
             folder=folder,
@@ -42,8 +42,9 @@ def parse_checkpoint_path(path: str) -> CheckpointPath:
         )
     raise fail(
         Reason.INVALID_PATH,
-        f"Invalid checkpoint path {path!r}: expected tinker://<session>/weights/<name> (a training checkpoint) "
-        "or tinker://<session>/sampler_weights/<name> (weights to sample from).",
+        f"Invalid checkpoint path {path!r}: expected tinker://<session>/weights/<name> (a training checkpoint), "
+        "tinker://<session>/sampler_weights/<name> (weights to sample from) or "
+        "tinker://<session>/external_weights/<name> (weights to take elsewhere).",
         path=path,
     )
 

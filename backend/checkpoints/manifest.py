@@ -20,6 +20,7 @@ OPTIMIZER = "optimizer.safetensors"
 FOLDERS: Mapping[CheckpointKind, CheckpointFolder] = {
     "training": "weights",
     "inference": "sampler_weights",
+    "external": "external_weights",
 }
 
 

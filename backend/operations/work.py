@@ -9,7 +9,7 @@ from typing import Literal
 from backend.trainer.base import OptimParams, Pass
 from together_post_training.names import CheckpointPath
 
-CheckpointKind = Literal["training", "inference"]
+CheckpointKind = Literal["training", "inference", "external"]
 SyncType = Literal["synchronous", "background", "pipeline"]
 
 

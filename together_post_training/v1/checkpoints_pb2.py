@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from together_post_training.v1 import sessions_pb2 as together__post__training_dot_v1_dot_sessions__pb2
 from together_post_training.v1 import trainer_pb2 as together__post__training_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+together_post_training/v1/checkpoints.proto\x12\x19together_post_training.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a(together_post_training/v1/sessions.proto\x1a\'together_post_training/v1/trainer.proto\"\xda\x04\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x37\n\x04kind\x18\x02 \x01(\x0e\x32).together_post_training.v1.CheckpointKind\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rhas_optimizer\x18\x07 \x01(\x08\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12N\n\ruser_metadata\x18\x0b \x03(\x0b\x32\x37.together_post_training.v1.Checkpoint.UserMetadataEntry\x12\x42\n\x0c\x66ull_weights\x18\x0c \x01(\x0b\x32,.together_post_training.v1.FullWeightsConfig\x12=\n\toptimizer\x18\r \x01(\x0b\x32*.together_post_training.v1.OptimizerConfig\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"c\n\x16ListCheckpointsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"n\n\x17ListCheckpointsResponse\x12:\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32%.together_post_training.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\")\n\x19\x44ownloadCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"`\n\x1a\x44ownloadCheckpointResponse\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x32\xf9\x03\n\x11\x43heckpointService\x12g\n\rGetCheckpoint\x12/.together_post_training.v1.GetCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12x\n\x0fListCheckpoints\x12\x31.together_post_training.v1.ListCheckpointsRequest\x1a\x32.together_post_training.v1.ListCheckpointsResponse\x12{\n\x10\x44\x65leteCheckpoint\x12\x32.together_post_training.v1.DeleteCheckpointRequest\x1a\x33.together_post_training.v1.DeleteCheckpointResponse\x12\x83\x01\n\x12\x44ownloadCheckpoint\x12\x34.together_post_training.v1.DownloadCheckpointRequest\x1a\x35.together_post_training.v1.DownloadCheckpointResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+together_post_training/v1/checkpoints.proto\x12\x19together_post_training.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a(together_post_training/v1/sessions.proto\x1a\'together_post_training/v1/trainer.proto\"\xbc\x05\n\nCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x37\n\x04kind\x18\x02 \x01(\x0e\x32).together_post_training.v1.CheckpointKind\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x12\n\nbase_model\x18\x04 \x01(\t\x12\x33\n\x04lora\x18\x05 \x01(\x0b\x32%.together_post_training.v1.LoraConfig\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x15\n\rhas_optimizer\x18\x07 \x01(\x08\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12N\n\ruser_metadata\x18\x0b \x03(\x0b\x32\x37.together_post_training.v1.Checkpoint.UserMetadataEntry\x12\x42\n\x0c\x66ull_weights\x18\x0c \x01(\x0b\x32,.together_post_training.v1.FullWeightsConfig\x12=\n\toptimizer\x18\r \x01(\x0b\x32*.together_post_training.v1.OptimizerConfig\x12\x11\n\tis_public\x18\x0e \x01(\x08\x12\x38\n\x05\x66iles\x18\x0f \x03(\x0b\x32).together_post_training.v1.CheckpointFile\x12\x13\n\x0b\x63opied_from\x18\x10 \x01(\t\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"B\n\x0e\x43heckpointFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"$\n\x14GetCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"c\n\x16ListCheckpointsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x16\n\tpage_size\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x03 \x01(\tB\x0c\n\n_page_size\"n\n\x17ListCheckpointsResponse\x12:\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32%.together_post_training.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x17\x44\x65leteCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65leteCheckpointResponse\"O\n\x17SetCheckpointTtlRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x18PublishCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"*\n\x1aUnpublishCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"^\n\x15\x43opyCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x19\x44ownloadCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x08\x66ilename\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\"`\n\x1a\x44ownloadCheckpointResponse\x12\x10\n\x08\x66ilename\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x32\xb9\x07\n\x11\x43heckpointService\x12g\n\rGetCheckpoint\x12/.together_post_training.v1.GetCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12x\n\x0fListCheckpoints\x12\x31.together_post_training.v1.ListCheckpointsRequest\x1a\x32.together_post_training.v1.ListCheckpointsResponse\x12{\n\x10\x44\x65leteCheckpoint\x12\x32.together_post_training.v1.DeleteCheckpointRequest\x1a\x33.together_post_training.v1.DeleteCheckpointResponse\x12m\n\x10SetCheckpointTtl\x12\x32.together_post_training.v1.SetCheckpointTtlRequest\x1a%.together_post_training.v1.Checkpoint\x12o\n\x11PublishCheckpoint\x12\x33.together_post_training.v1.PublishCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12s\n\x13UnpublishCheckpoint\x12\x35.together_post_training.v1.UnpublishCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12i\n\x0e\x43opyCheckpoint\x12\x30.together_post_training.v1.CopyCheckpointRequest\x1a%.together_post_training.v1.Checkpoint\x12\x83\x01\n\x12\x44ownloadCheckpoint\x12\x34.together_post_training.v1.DownloadCheckpointRequest\x1a\x35.together_post_training.v1.DownloadCheckpointResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,24 +37,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHECKPOINT_USERMETADATAENTRY']._loaded_options = None
   _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CHECKPOINT']._serialized_start=191
-  _globals['_CHECKPOINT']._serialized_end=793
-  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_start=742
-  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_end=793
-  _globals['_GETCHECKPOINTREQUEST']._serialized_start=795
-  _globals['_GETCHECKPOINTREQUEST']._serialized_end=831
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=833
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=932
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=934
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1044
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=1046
-  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=1085
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=1087
-  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=1113
-  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_start=1115
-  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_end=1156
-  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_start=1158
-  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_end=1254
-  _globals['_CHECKPOINTSERVICE']._serialized_start=1257
-  _globals['_CHECKPOINTSERVICE']._serialized_end=1762
+  _globals['_CHECKPOINT']._serialized_start=223
+  _globals['_CHECKPOINT']._serialized_end=923
+  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_start=872
+  _globals['_CHECKPOINT_USERMETADATAENTRY']._serialized_end=923
+  _globals['_CHECKPOINTFILE']._serialized_start=925
+  _globals['_CHECKPOINTFILE']._serialized_end=991
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=993
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=1029
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1031
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1130
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1132
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1242
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_start=1244
+  _globals['_DELETECHECKPOINTREQUEST']._serialized_end=1283
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_start=1285
+  _globals['_DELETECHECKPOINTRESPONSE']._serialized_end=1311
+  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_start=1313
+  _globals['_SETCHECKPOINTTTLREQUEST']._serialized_end=1392
+  _globals['_PUBLISHCHECKPOINTREQUEST']._serialized_start=1394
+  _globals['_PUBLISHCHECKPOINTREQUEST']._serialized_end=1434
+  _globals['_UNPUBLISHCHECKPOINTREQUEST']._serialized_start=1436
+  _globals['_UNPUBLISHCHECKPOINTREQUEST']._serialized_end=1478
+  _globals['_COPYCHECKPOINTREQUEST']._serialized_start=1480
+  _globals['_COPYCHECKPOINTREQUEST']._serialized_end=1574
+  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_start=1576
+  _globals['_DOWNLOADCHECKPOINTREQUEST']._serialized_end=1651
+  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_start=1653
+  _globals['_DOWNLOADCHECKPOINTRESPONSE']._serialized_end=1749
+  _globals['_CHECKPOINTSERVICE']._serialized_start=1752
+  _globals['_CHECKPOINTSERVICE']._serialized_end=2705
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from together_post_training.v1 import sessions_pb2 as _sessions_pb2
 from together_post_training.v1 import trainer_pb2 as _trainer_pb2
@@ -12,7 +13,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Checkpoint(_message.Message):
-    __slots__ = ("path", "kind", "session", "base_model", "lora", "policy_version", "has_optimizer", "size_bytes", "create_time", "expire_time", "user_metadata", "full_weights", "optimizer")
+    __slots__ = ("path", "kind", "session", "base_model", "lora", "policy_version", "has_optimizer", "size_bytes", "create_time", "expire_time", "user_metadata", "full_weights", "optimizer", "is_public", "files", "copied_from")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,9 @@ class Checkpoint(_message.Message):
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     FULL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    IS_PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FROM_FIELD_NUMBER: _ClassVar[int]
     path: str
     kind: _trainer_pb2.CheckpointKind
     session: str
@@ -46,7 +50,20 @@ class Checkpoint(_message.Message):
     user_metadata: _containers.ScalarMap[str, str]
     full_weights: _sessions_pb2.FullWeightsConfig
     optimizer: _sessions_pb2.OptimizerConfig
-    def __init__(self, path: _Optional[str] = ..., kind: _Optional[_Union[_trainer_pb2.CheckpointKind, str]] = ..., session: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_sessions_pb2.LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., has_optimizer: bool = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., full_weights: _Optional[_Union[_sessions_pb2.FullWeightsConfig, _Mapping]] = ..., optimizer: _Optional[_Union[_sessions_pb2.OptimizerConfig, _Mapping]] = ...) -> None: ...
+    is_public: bool
+    files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    copied_from: str
+    def __init__(self, path: _Optional[str] = ..., kind: _Optional[_Union[_trainer_pb2.CheckpointKind, str]] = ..., session: _Optional[str] = ..., base_model: _Optional[str] = ..., lora: _Optional[_Union[_sessions_pb2.LoraConfig, _Mapping]] = ..., policy_version: _Optional[int] = ..., has_optimizer: bool = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., full_weights: _Optional[_Union[_sessions_pb2.FullWeightsConfig, _Mapping]] = ..., optimizer: _Optional[_Union[_sessions_pb2.OptimizerConfig, _Mapping]] = ..., is_public: bool = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., copied_from: _Optional[str] = ...) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class GetCheckpointRequest(_message.Message):
     __slots__ = ("path",)
@@ -82,11 +99,45 @@ class DeleteCheckpointResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DownloadCheckpointRequest(_message.Message):
+class SetCheckpointTtlRequest(_message.Message):
+    __slots__ = ("path", "ttl")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    ttl: _duration_pb2.Duration
+    def __init__(self, path: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PublishCheckpointRequest(_message.Message):
     __slots__ = ("path",)
     PATH_FIELD_NUMBER: _ClassVar[int]
     path: str
     def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class UnpublishCheckpointRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class CopyCheckpointRequest(_message.Message):
+    __slots__ = ("path", "session", "ttl")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    session: str
+    ttl: _duration_pb2.Duration
+    def __init__(self, path: _Optional[str] = ..., session: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DownloadCheckpointRequest(_message.Message):
+    __slots__ = ("path", "filename", "offset")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FILENAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    filename: str
+    offset: int
+    def __init__(self, path: _Optional[str] = ..., filename: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class DownloadCheckpointResponse(_message.Message):
     __slots__ = ("filename", "offset", "data", "size_bytes")

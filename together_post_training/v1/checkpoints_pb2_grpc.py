@@ -49,6 +49,26 @@ class CheckpointServiceStub(object):
                 request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.FromString,
                 _registered_method=True)
+        self.SetCheckpointTtl = channel.unary_unary(
+                '/together_post_training.v1.CheckpointService/SetCheckpointTtl',
+                request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+                _registered_method=True)
+        self.PublishCheckpoint = channel.unary_unary(
+                '/together_post_training.v1.CheckpointService/PublishCheckpoint',
+                request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.PublishCheckpointRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+                _registered_method=True)
+        self.UnpublishCheckpoint = channel.unary_unary(
+                '/together_post_training.v1.CheckpointService/UnpublishCheckpoint',
+                request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.UnpublishCheckpointRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+                _registered_method=True)
+        self.CopyCheckpoint = channel.unary_unary(
+                '/together_post_training.v1.CheckpointService/CopyCheckpoint',
+                request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+                _registered_method=True)
         self.DownloadCheckpoint = channel.unary_stream(
                 '/together_post_training.v1.CheckpointService/DownloadCheckpoint',
                 request_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.DownloadCheckpointRequest.SerializeToString,
@@ -79,6 +99,35 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetCheckpointTtl(self, request, context):
+        """When it is to be deleted, counted from now, or that it is not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishCheckpoint(self, request, context):
+        """Marks it as one that others may read. ALREADY_PUBLIC if it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpublishCheckpoint(self, request, context):
+        """Takes the mark away. NOT_PUBLIC if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyCheckpoint(self, request, context):
+        """Copies it, whole or not at all, under another session's id, which need not be known. Its kind and name stay.
+        CHECKPOINT_EXISTS if the name is taken there, unless by a copy of the same checkpoint, which is then the answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DownloadCheckpoint(self, request, context):
         """The checkpoint's files, one after the other, each in pieces of at most 1 MiB.
         """
@@ -103,6 +152,26 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.DeleteCheckpoint,
                     request_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'SetCheckpointTtl': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCheckpointTtl,
+                    request_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.SerializeToString,
+            ),
+            'PublishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishCheckpoint,
+                    request_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.PublishCheckpointRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.SerializeToString,
+            ),
+            'UnpublishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpublishCheckpoint,
+                    request_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.UnpublishCheckpointRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.SerializeToString,
+            ),
+            'CopyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyCheckpoint,
+                    request_deserializer=together__post__training_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.SerializeToString,
             ),
             'DownloadCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.DownloadCheckpoint,
@@ -191,6 +260,114 @@ class CheckpointService(object):
             '/together_post_training.v1.CheckpointService/DeleteCheckpoint',
             together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointRequest.SerializeToString,
             together__post__training_dot_v1_dot_checkpoints__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCheckpointTtl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.CheckpointService/SetCheckpointTtl',
+            together__post__training_dot_v1_dot_checkpoints__pb2.SetCheckpointTtlRequest.SerializeToString,
+            together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.CheckpointService/PublishCheckpoint',
+            together__post__training_dot_v1_dot_checkpoints__pb2.PublishCheckpointRequest.SerializeToString,
+            together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpublishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.CheckpointService/UnpublishCheckpoint',
+            together__post__training_dot_v1_dot_checkpoints__pb2.UnpublishCheckpointRequest.SerializeToString,
+            together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.CheckpointService/CopyCheckpoint',
+            together__post__training_dot_v1_dot_checkpoints__pb2.CopyCheckpointRequest.SerializeToString,
+            together__post__training_dot_v1_dot_checkpoints__pb2.Checkpoint.FromString,
             options,
             channel_credentials,
             insecure,

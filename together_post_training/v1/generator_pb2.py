@@ -25,45 +25,49 @@ _sym_db = _symbol_database.Default()
 from together_post_training.v1 import data_pb2 as together__post__training_dot_v1_dot_data__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)together_post_training/v1/generator.proto\x12\x19together_post_training.v1\x1a$together_post_training/v1/data.proto\"t\n\x08Snapshot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x0f\n\x07is_live\x18\x06 \x01(\x08\"]\n\x13OpenSnapshotRequest\x12\x14\n\nbase_model\x18\x01 \x01(\tH\x00\x12\x0e\n\x04path\x18\x02 \x01(\tH\x00\x12\x16\n\x0clive_session\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\"\n\x12GetSnapshotRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"9\n\x14HoldSnapshotsRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x11\n\tsnapshots\x18\x02 \x03(\t\"9\n\x15HoldSnapshotsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\xf0\x03\n\rSampleRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x35\n\x06prompt\x18\x02 \x01(\x0b\x32%.together_post_training.v1.ModelInput\x12\x18\n\x0bnum_samples\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x39\n\x06params\x18\x04 \x01(\x0b\x32).together_post_training.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x06 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\x07 \x01(\x05\x12\x1d\n\x15record_stability_info\x18\x08 \x01(\x08\x12\x1d\n\x15return_routed_experts\x18\t \x01(\x08\x12#\n\x16prompt_logprobs_last_n\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x41\n\x16target_prompt_logprobs\x18\x0b \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x42\x0e\n\x0c_num_samplesB\x19\n\x17_prompt_logprobs_last_n\"\x87\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1f.together_post_training.v1.Stop\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x05\x88\x01\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_p\"\'\n\x04Stop\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\"\xa7\x03\n\x0eSampleResponse\x12=\n\tsequences\x18\x01 \x03(\x0b\x32*.together_post_training.v1.SampledSequence\x12:\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x45\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\'.together_post_training.v1.TopkLogprobs\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x41\n\x16target_prompt_logprobs\x18\x06 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x45\n\x11prompt_alt_tokens\x18\x07 \x01(\x0b\x32*.together_post_training.v1.PromptAltTokens\x12\x10\n\x08warnings\x18\x08 \x03(\t\"y\n\x0fPromptAltTokens\x12\x31\n\x06tokens\x18\x01 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x33\n\x08logprobs\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor\"N\n\rPolicySegment\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x05\x12\x10\n\x08snapshot\x18\x03 \x01(\t\"\x9a\x02\n\x0fSampledSequence\x12\n\n\x02id\x18\x01 \x01(\t\x12:\n\x0bstop_reason\x18\x02 \x01(\x0e\x32%.together_post_training.v1.StopReason\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12>\n\rtopk_logprobs\x18\x05 \x01(\x0b\x32\'.together_post_training.v1.TopkLogprobs\x12\x41\n\x0fpolicy_segments\x18\x06 \x03(\x0b\x32(.together_post_training.v1.PolicySegment\x12\x1a\n\x12routed_experts_key\x18\x07 \x01(\t\"P\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\x05\x12\x10\n\x08num_rows\x18\x04 \x01(\x05\"\x81\x01\n\x16\x43omputeLogprobsRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x35\n\x06prompt\x18\x02 \x01(\x0b\x32%.together_post_training.v1.ModelInput\x12\x13\n\x06last_n\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_last_n\"`\n\x17\x43omputeLogprobsResponse\x12\x33\n\x08logprobs\x18\x01 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x10\n\x08warnings\x18\x02 \x03(\t*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x32\xa7\x04\n\x10GeneratorService\x12\x63\n\x0cOpenSnapshot\x12..together_post_training.v1.OpenSnapshotRequest\x1a#.together_post_training.v1.Snapshot\x12\x61\n\x0bGetSnapshot\x12-.together_post_training.v1.GetSnapshotRequest\x1a#.together_post_training.v1.Snapshot\x12r\n\rHoldSnapshots\x12/.together_post_training.v1.HoldSnapshotsRequest\x1a\x30.together_post_training.v1.HoldSnapshotsResponse\x12]\n\x06Sample\x12(.together_post_training.v1.SampleRequest\x1a).together_post_training.v1.SampleResponse\x12x\n\x0f\x43omputeLogprobs\x12\x31.together_post_training.v1.ComputeLogprobsRequest\x1a\x32.together_post_training.v1.ComputeLogprobsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)together_post_training/v1/generator.proto\x12\x19together_post_training.v1\x1a$together_post_training/v1/data.proto\"t\n\x08Snapshot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0c\n\x04path\x18\x05 \x01(\t\x12\x0f\n\x07is_live\x18\x06 \x01(\x08\"]\n\x13OpenSnapshotRequest\x12\x14\n\nbase_model\x18\x01 \x01(\tH\x00\x12\x0e\n\x04path\x18\x02 \x01(\tH\x00\x12\x16\n\x0clive_session\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\"\n\x12GetSnapshotRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"q\n\x14ListSnapshotsRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x16\n\tpage_size\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x04 \x01(\tB\x0c\n\n_page_size\"h\n\x15ListSnapshotsResponse\x12\x36\n\tsnapshots\x18\x01 \x03(\x0b\x32#.together_post_training.v1.Snapshot\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"9\n\x14HoldSnapshotsRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x11\n\tsnapshots\x18\x02 \x03(\t\"9\n\x15HoldSnapshotsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\xf0\x03\n\rSampleRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x35\n\x06prompt\x18\x02 \x01(\x0b\x32%.together_post_training.v1.ModelInput\x12\x18\n\x0bnum_samples\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x39\n\x06params\x18\x04 \x01(\x0b\x32).together_post_training.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x06 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\x07 \x01(\x05\x12\x1d\n\x15record_stability_info\x18\x08 \x01(\x08\x12\x1d\n\x15return_routed_experts\x18\t \x01(\x08\x12#\n\x16prompt_logprobs_last_n\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x41\n\x16target_prompt_logprobs\x18\x0b \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x42\x0e\n\x0c_num_samplesB\x19\n\x17_prompt_logprobs_last_n\"\x87\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1f.together_post_training.v1.Stop\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x05\x88\x01\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_p\"\'\n\x04Stop\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x05\"\xa7\x03\n\x0eSampleResponse\x12=\n\tsequences\x18\x01 \x03(\x0b\x32*.together_post_training.v1.SampledSequence\x12:\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x45\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\'.together_post_training.v1.TopkLogprobs\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x41\n\x16target_prompt_logprobs\x18\x06 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x45\n\x11prompt_alt_tokens\x18\x07 \x01(\x0b\x32*.together_post_training.v1.PromptAltTokens\x12\x10\n\x08warnings\x18\x08 \x03(\t\"y\n\x0fPromptAltTokens\x12\x31\n\x06tokens\x18\x01 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x33\n\x08logprobs\x18\x02 \x01(\x0b\x32!.together_post_training.v1.Tensor\"N\n\rPolicySegment\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x05\x12\x10\n\x08snapshot\x18\x03 \x01(\t\"\x9a\x02\n\x0fSampledSequence\x12\n\n\x02id\x18\x01 \x01(\t\x12:\n\x0bstop_reason\x18\x02 \x01(\x0e\x32%.together_post_training.v1.StopReason\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12>\n\rtopk_logprobs\x18\x05 \x01(\x0b\x32\'.together_post_training.v1.TopkLogprobs\x12\x41\n\x0fpolicy_segments\x18\x06 \x03(\x0b\x32(.together_post_training.v1.PolicySegment\x12\x1a\n\x12routed_experts_key\x18\x07 \x01(\t\"P\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\x05\x12\x10\n\x08num_rows\x18\x04 \x01(\x05\"\x81\x01\n\x16\x43omputeLogprobsRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\x35\n\x06prompt\x18\x02 \x01(\x0b\x32%.together_post_training.v1.ModelInput\x12\x13\n\x06last_n\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_last_n\"`\n\x17\x43omputeLogprobsResponse\x12\x33\n\x08logprobs\x18\x01 \x01(\x0b\x32!.together_post_training.v1.Tensor\x12\x10\n\x08warnings\x18\x02 \x03(\t*W\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x32\x9b\x05\n\x10GeneratorService\x12\x63\n\x0cOpenSnapshot\x12..together_post_training.v1.OpenSnapshotRequest\x1a#.together_post_training.v1.Snapshot\x12\x61\n\x0bGetSnapshot\x12-.together_post_training.v1.GetSnapshotRequest\x1a#.together_post_training.v1.Snapshot\x12r\n\rListSnapshots\x12/.together_post_training.v1.ListSnapshotsRequest\x1a\x30.together_post_training.v1.ListSnapshotsResponse\x12r\n\rHoldSnapshots\x12/.together_post_training.v1.HoldSnapshotsRequest\x1a\x30.together_post_training.v1.HoldSnapshotsResponse\x12]\n\x06Sample\x12(.together_post_training.v1.SampleRequest\x1a).together_post_training.v1.SampleResponse\x12x\n\x0f\x43omputeLogprobs\x12\x31.together_post_training.v1.ComputeLogprobsRequest\x1a\x32.together_post_training.v1.ComputeLogprobsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'together_post_training.v1.generator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOPREASON']._serialized_start=2509
-  _globals['_STOPREASON']._serialized_end=2596
+  _globals['_STOPREASON']._serialized_start=2730
+  _globals['_STOPREASON']._serialized_end=2817
   _globals['_SNAPSHOT']._serialized_start=110
   _globals['_SNAPSHOT']._serialized_end=226
   _globals['_OPENSNAPSHOTREQUEST']._serialized_start=228
   _globals['_OPENSNAPSHOTREQUEST']._serialized_end=321
   _globals['_GETSNAPSHOTREQUEST']._serialized_start=323
   _globals['_GETSNAPSHOTREQUEST']._serialized_end=357
-  _globals['_HOLDSNAPSHOTSREQUEST']._serialized_start=359
-  _globals['_HOLDSNAPSHOTSREQUEST']._serialized_end=416
-  _globals['_HOLDSNAPSHOTSRESPONSE']._serialized_start=418
-  _globals['_HOLDSNAPSHOTSRESPONSE']._serialized_end=475
-  _globals['_SAMPLEREQUEST']._serialized_start=478
-  _globals['_SAMPLEREQUEST']._serialized_end=974
-  _globals['_SAMPLINGPARAMS']._serialized_start=977
-  _globals['_SAMPLINGPARAMS']._serialized_end=1240
-  _globals['_STOP']._serialized_start=1242
-  _globals['_STOP']._serialized_end=1281
-  _globals['_SAMPLERESPONSE']._serialized_start=1284
-  _globals['_SAMPLERESPONSE']._serialized_end=1707
-  _globals['_PROMPTALTTOKENS']._serialized_start=1709
-  _globals['_PROMPTALTTOKENS']._serialized_end=1830
-  _globals['_POLICYSEGMENT']._serialized_start=1832
-  _globals['_POLICYSEGMENT']._serialized_end=1910
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=1913
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2195
-  _globals['_TOPKLOGPROBS']._serialized_start=2197
-  _globals['_TOPKLOGPROBS']._serialized_end=2277
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=2280
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=2409
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=2411
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=2507
-  _globals['_GENERATORSERVICE']._serialized_start=2599
-  _globals['_GENERATORSERVICE']._serialized_end=3150
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=359
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=472
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=474
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=578
+  _globals['_HOLDSNAPSHOTSREQUEST']._serialized_start=580
+  _globals['_HOLDSNAPSHOTSREQUEST']._serialized_end=637
+  _globals['_HOLDSNAPSHOTSRESPONSE']._serialized_start=639
+  _globals['_HOLDSNAPSHOTSRESPONSE']._serialized_end=696
+  _globals['_SAMPLEREQUEST']._serialized_start=699
+  _globals['_SAMPLEREQUEST']._serialized_end=1195
+  _globals['_SAMPLINGPARAMS']._serialized_start=1198
+  _globals['_SAMPLINGPARAMS']._serialized_end=1461
+  _globals['_STOP']._serialized_start=1463
+  _globals['_STOP']._serialized_end=1502
+  _globals['_SAMPLERESPONSE']._serialized_start=1505
+  _globals['_SAMPLERESPONSE']._serialized_end=1928
+  _globals['_PROMPTALTTOKENS']._serialized_start=1930
+  _globals['_PROMPTALTTOKENS']._serialized_end=2051
+  _globals['_POLICYSEGMENT']._serialized_start=2053
+  _globals['_POLICYSEGMENT']._serialized_end=2131
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2134
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2416
+  _globals['_TOPKLOGPROBS']._serialized_start=2418
+  _globals['_TOPKLOGPROBS']._serialized_end=2498
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=2501
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=2630
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=2632
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=2728
+  _globals['_GENERATORSERVICE']._serialized_start=2820
+  _globals['_GENERATORSERVICE']._serialized_end=3487
 # @@protoc_insertion_point(module_scope)

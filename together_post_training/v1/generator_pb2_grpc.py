@@ -44,6 +44,11 @@ class GeneratorServiceStub(object):
                 request_serializer=together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.SerializeToString,
                 response_deserializer=together__post__training_dot_v1_dot_generator__pb2.Snapshot.FromString,
                 _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/together_post_training.v1.GeneratorService/ListSnapshots',
+                request_serializer=together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
         self.HoldSnapshots = channel.unary_unary(
                 '/together_post_training.v1.GeneratorService/HoldSnapshots',
                 request_serializer=together__post__training_dot_v1_dot_generator__pb2.HoldSnapshotsRequest.SerializeToString,
@@ -74,6 +79,13 @@ class GeneratorServiceServicer(object):
 
     def GetSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Those that can be sampled, by name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -116,6 +128,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.GetSnapshot,
                     request_deserializer=together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.FromString,
                     response_serializer=together__post__training_dot_v1_dot_generator__pb2.Snapshot.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsResponse.SerializeToString,
             ),
             'HoldSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldSnapshots,
@@ -187,6 +204,33 @@ class GeneratorService(object):
             '/together_post_training.v1.GeneratorService/GetSnapshot',
             together__post__training_dot_v1_dot_generator__pb2.GetSnapshotRequest.SerializeToString,
             together__post__training_dot_v1_dot_generator__pb2.Snapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/together_post_training.v1.GeneratorService/ListSnapshots',
+            together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsRequest.SerializeToString,
+            together__post__training_dot_v1_dot_generator__pb2.ListSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,7 @@ class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHECKPOINT_KIND_UNSPECIFIED: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_TRAINING: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_INFERENCE: _ClassVar[CheckpointKind]
+    CHECKPOINT_KIND_EXTERNAL: _ClassVar[CheckpointKind]
 WEIGHT_SYNC_TYPE_UNSPECIFIED: WeightSyncType
 WEIGHT_SYNC_TYPE_SYNCHRONOUS: WeightSyncType
 WEIGHT_SYNC_TYPE_BACKGROUND_PUBLISH: WeightSyncType
@@ -31,6 +32,7 @@ WEIGHT_SYNC_TYPE_PIPELINE: WeightSyncType
 CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind
 CHECKPOINT_KIND_TRAINING: CheckpointKind
 CHECKPOINT_KIND_INFERENCE: CheckpointKind
+CHECKPOINT_KIND_EXTERNAL: CheckpointKind
 
 class ForwardRequest(_message.Message):
     __slots__ = ("session", "sequence", "loss", "samples")
@@ -145,7 +147,7 @@ class WeightsSyncRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., type: _Optional[_Union[WeightSyncType, str]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("session", "sequence", "kind", "name", "ttl", "overwrite", "user_metadata")
+    __slots__ = ("session", "sequence", "kind", "name", "ttl", "overwrite", "user_metadata", "age_recipients")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +162,7 @@ class SaveCheckpointRequest(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    AGE_RECIPIENTS_FIELD_NUMBER: _ClassVar[int]
     session: str
     sequence: int
     kind: CheckpointKind
@@ -167,7 +170,8 @@ class SaveCheckpointRequest(_message.Message):
     ttl: _duration_pb2.Duration
     overwrite: bool
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: bool = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    age_recipients: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[str] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., overwrite: bool = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
     __slots__ = ("session", "sequence", "path", "optimizer")
