@@ -7,7 +7,7 @@ import logging
 import operator
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from together_post_training.errors import ConnectionLostError, Reason, fail
 from together_post_training.v1 import (
     catalog_pb2,
     catalog_pb2_grpc,
+    checkpoints_pb2_grpc,
     generator_pb2_grpc,
     operations_pb2_grpc,
     sessions_pb2_grpc,
@@ -89,6 +90,7 @@ class Stubs:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.catalog = catalog_pb2_grpc.CatalogServiceStub(channel)
+        self.checkpoints = checkpoints_pb2_grpc.CheckpointServiceStub(channel)
         self.sessions = sessions_pb2_grpc.SessionServiceStub(channel)
         self.trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         self.operations = operations_pb2_grpc.OperationServiceStub(channel)
@@ -169,6 +171,28 @@ class Connection:
         if isinstance(outcome, Failure):
             raise outcome.error
         return outcome
+
+    async def stream(self, method: str, request: Message) -> AsyncGenerator[Any, None]:
+        """The messages of one attempt, e.g. of "checkpoints.DownloadCheckpoint"; closing it hangs up.
+
+        Raises:
+            PostTrainingError: what the server said.
+            ConnectionLostError: the server could not be reached, or the stream broke off: ask for the rest of it.
+        """
+        rpc = operator.attrgetter(method)(self._stubs or await self._connect())
+        call = rpc(request, metadata=self._metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            failure = read_failure(error)
+            if failure.is_connection:
+                raise ConnectionLostError(
+                    f"Lost the connection to {self.address} ({failure.error.message})."
+                ) from None
+            raise failure.error from None
+        finally:
+            call.cancel()
 
     @property
     def is_closed(self) -> bool:
