@@ -45,12 +45,13 @@ class Caller(Protocol):
 class Holds:
     """What one connection holds. `hold` and `export` may be called from any thread, the others on the background loop.
 
-    monotonic: seconds, never back.
+    id: by which the server knows who holds. monotonic: seconds, never back.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._id = uuid.uuid4().hex
+        self.id = str(uuid.uuid4())
+        self._owner = os.getpid()
         self._numbers = itertools.count()
         # Changed and copied by single operations, which threads do not interrupt; a lock would not survive a fork.
         self._held: dict[int, tuple[str, weakref.ref[object]]] = {}
@@ -146,6 +147,6 @@ class Holds:
             pass
 
     def _request(self, names: set[str]) -> generator_pb2.HoldSnapshotsRequest:
-        # A process that was forked before the first call has the same id.
-        holder = f"{self._id}:{os.getpid()}"
+        # A process that was forked before the first call holds for itself.
+        holder = self.id if os.getpid() == self._owner else f"{self.id}:{os.getpid()}"
         return generator_pb2.HoldSnapshotsRequest(holder=holder, snapshots=sorted(names))
