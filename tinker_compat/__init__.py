@@ -18,7 +18,7 @@ What differs from Tinker's own SDK:
 - What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
 - Dimuon's formula is not public: it is Muon here, and its first step says so. Muon itself is there too
   (`tinker_compat.optimizers`).
-- Refused by name: RestClient, AdminClient, create_custom_loss, copy_weights, save_weights_external.
+- Refused by name: RestClient, AdminClient, copy_weights, save_weights_external.
 
 `tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.
 """
@@ -32,37 +32,57 @@ import tinker as _tinker
 from tinker import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary]
 
 from tinker_compat import aliases as _aliases
+from tinker_compat.loss_handle import LossHandle, PerDatumLossFn
 from tinker_compat.sampling_client import BackcompatSamplingClientFuture, SamplingClient
 from tinker_compat.service_client import ServiceClient
+from tinker_compat.substitution import Substitution as _Substitution
 from tinker_compat.training_client import BackcompatTrainingClientFuture, TrainingClient
-from tinker_compat.unsupported import AdminClient, LossHandle, RestClient
+from tinker_compat.unsupported import AdminClient, RestClient
 
 __all__ = _tinker.__all__ + [  # noqa: RUF005 - the one form that linters and type checkers read
     "AdminClient",
     "BackcompatSamplingClientFuture",
     "BackcompatTrainingClientFuture",
     "LossHandle",
+    "PerDatumLossFn",
     "RestClient",
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
 ]
 
-_aliases.install(
-    {
-        client.__name__: client
-        for client in (
-            AdminClient,
-            BackcompatSamplingClientFuture,
-            BackcompatTrainingClientFuture,
-            LossHandle,
-            RestClient,
-            SamplingClient,
-            ServiceClient,
-            TrainingClient,
-        )
-    }
-)
+_CLIENTS: dict[str, type] = {
+    client.__name__: client
+    for client in (
+        AdminClient,
+        BackcompatSamplingClientFuture,
+        BackcompatTrainingClientFuture,
+        LossHandle,
+        RestClient,
+        SamplingClient,
+        ServiceClient,
+        TrainingClient,
+    )
+}
+_aliases.install(_CLIENTS)
+_substitution = _Substitution(_CLIENTS)
+
+
+def install() -> None:
+    """Makes the name `tinker` give our clients in this process and in those that it starts with multiprocessing.
+
+    For libraries that import `tinker` themselves; `python -m tinker_compat` does it for a whole program. Call it before
+    they are imported.
+
+    Raises:
+        RuntimeError: naming what already uses Tinker's own clients. Nothing is changed then.
+    """
+    _substitution.make()
+
+
+def uninstall() -> None:
+    """Gives `tinker` its own clients back. What was imported in between keeps ours."""
+    _substitution.undo()
 
 
 def __getattr__(name: str) -> Any:

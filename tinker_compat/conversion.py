@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from tinker import types
 
-from tinker_compat.errors import to_tinker
+from tinker_compat.errors import refuse, to_tinker
 from together_post_training import tensors
 from together_post_training.errors import Reason, fail
 from together_post_training.v1 import data_pb2
@@ -180,11 +180,17 @@ def loss_config(
 
     Raises:
         TypeError: for a name that is no string or a parameter that is neither a number nor a string.
+        BadRequestError: for "custom".
     """
     if not isinstance(loss_fn, str):
         raise TypeError(
             f"loss_fn must be the name of a loss, got {type(loss_fn).__name__}; functions go to "
             "forward_backward_custom."
+        )
+    if loss_fn == "custom":
+        refuse(
+            "loss_fn='custom' is not supported: no loss is uploaded here. Pass the handle that create_custom_loss "
+            "returned, or the function itself, to forward_backward_custom, which evaluates it in this process."
         )
     message = data_pb2.LossConfig(type=loss_fn)
     for name, value in (loss_fn_config or {}).items():

@@ -23,15 +23,14 @@ from typing import Any
 import numpy as np
 from tinker import types
 
-from tinker_compat import passes
+from tinker_compat import loss_handle, passes
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
+from tinker_compat.loss_handle import LossFn, LossHandle
 from tinker_compat.run import Run
 from together_post_training import tensors
 from together_post_training.client.session import Turn
 from together_post_training.v1 import data_pb2, operations_pb2, trainer_pb2
-
-LossFn = Callable[[Sequence[types.Datum], list[Any]], tuple[Any, dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,28 +43,24 @@ class Evaluated:
 
 
 def forward_backward_custom(
-    run: Run, data: Sequence[types.Datum], loss_fn: LossFn
+    run: Run, data: Sequence[types.Datum], loss_fn: LossFn | LossHandle
 ) -> OperationFuture[types.ForwardBackwardOutput]:
     """See the module's docstring.
 
     Raises:
         ImportError: without torch.
-        ValueError: without data or target_tokens.
+        ValueError: without data or target_tokens; for a handle of another session, or data that it cannot read.
         RuntimeError: inside a custom loss.
     """
     import torch  # noqa: F401 - missing torch is the caller's to know now, not when the forward pass is done
 
-    if not callable(loss_fn):
-        refuse(
-            f"loss_fn is a {type(loss_fn).__name__}: pass a function of (data, logprobs). Uploaded losses "
-            "(LossHandle) are not supported."
-        )
     if _loss_thread(os.getpid()).is_current():
         raise RuntimeError(
             "forward_backward_custom was called by a custom loss. Losses run one at a time, so that this one would "
             "wait for itself forever; call it before or after."
         )
     slices = passes.split(data)
+    batch_loss = _batch_loss(run, data, loss_fn)
     requests = passes.forward_requests(
         [_scored_only(datum) for datum in data],
         slices,
@@ -78,13 +73,25 @@ def forward_backward_custom(
         forward_turn, backward_turn = turn.split(len(slices))
         run.session.number(requests, forward_turn)
         scored = await run.session.run(requests, after=run.await_turn(before))
-        evaluated = await _in_loss_thread(evaluate, data, loss_fn, _logprobs(scored))
+        evaluated = await _in_loss_thread(evaluate, data, batch_loss, _logprobs(scored))
         backward = _backward_requests(data, slices, evaluated.gradients)
         run.session.number(backward, backward_turn)
         sent.set()
         return _output(await run.session.run(backward), evaluated)
 
     return run.submit_in_two_steps(2 * len(slices), run_both)
+
+
+def _batch_loss(run: Run, data: Sequence[types.Datum], given: LossFn | LossHandle) -> LossFn:
+    if isinstance(given, LossHandle):
+        loss_handle.check_session(given, run.holder.get_session_id())
+        return loss_handle.as_loss_fn(given, data)
+    if not callable(given):
+        refuse(
+            f"loss_fn is a {type(given).__name__}: pass a function of (data, logprobs), or a handle that "
+            "create_custom_loss returned."
+        )
+    return given
 
 
 def evaluate(

@@ -11,10 +11,12 @@ from typing import Any, Literal, Self
 import tinker
 from tinker import types
 
+from tinker_compat import loss_handle
 from tinker_compat.conversion import check_metadata, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
+from tinker_compat.loss_handle import LossHandle, PerDatumLossFn
 from tinker_compat.optimizers import from_config, to_config
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
@@ -71,6 +73,8 @@ class ServiceClient:
         _warn_of_ignored(project_id, kwargs)
         self._user_metadata = check_metadata(user_metadata)
         self._display_name = display_name
+        # By what they compute. On the background loop.
+        self._custom_losses: dict[tuple[Any, ...], LossHandle] = {}
         address = resolve_address(base_url, os.environ)
         try:
             key = resolve_key(api_key, os.environ)
@@ -290,8 +294,27 @@ class ServiceClient:
     def create_rest_client(self) -> Any:
         refuse("RestClient is not supported yet: list and delete checkpoints over gRPC instead.")
 
-    def create_custom_loss(self, *args: Any, **kwargs: Any) -> Any:
-        refuse("create_custom_loss is not supported: pass the function to forward_backward_custom.")
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, Literal[0, 1, 2]]
+    ) -> OperationFuture[LossHandle]:
+        """Traces a loss of one sample, to be passed to forward_backward_custom, where it is evaluated by this process.
+
+        Args:
+            fn: takes logprobs, then the loss_fn_inputs that its parameters name; returns the loss, a scalar, and
+                metrics named custom/<name>:sum or custom/<name>:mean. Samples' losses are summed.
+            input_ranks: for each parameter: 0 a scalar, 1 [positions], 2 [positions, K].
+
+        Raises:
+            ImportError: without torch.
+            ValueError: for a loss that cannot be traced; by the future, for one that this client has already.
+        """
+        self.holder.check_open()
+        handle = loss_handle.trace(fn, input_ranks, self.holder.get_session_id())
+
+        async def register() -> LossHandle:
+            return loss_handle.register(handle, self._custom_losses)
+
+        return self.holder.start(register())
 
     def copy_weights(self, *args: Any, **kwargs: Any) -> Any:
         refuse("copy_weights is not supported: there are no other accounts to copy from.")

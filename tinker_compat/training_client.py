@@ -14,6 +14,7 @@ from tinker_compat.client_future import ClientFuture
 from tinker_compat.conversion import check_metadata, loss_config, set_fields
 from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
+from tinker_compat.loss_handle import LossHandle
 from tinker_compat.optimizers import to_optim_step
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
@@ -102,10 +103,11 @@ class TrainingClient:
     def forward_backward_custom(
         self,
         data: Sequence[types.Datum],
-        loss_fn: custom_loss.LossFn,
+        loss_fn: custom_loss.LossFn | LossHandle,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Passed:
-        """A loss of your own: `loss_fn(data, logprobs) -> (loss, metrics)`, run in a thread of this process.
+        """A loss of your own: `loss_fn(data, logprobs) -> (loss, metrics)`, run in a thread of this process, or a
+        handle from `ServiceClient.create_custom_loss`.
 
         `logprobs[i]` is a float32 leaf tensor of the shape of sample i's target_tokens. When the call fails, for
         whatever cause, the client refuses later requests with a RuntimeError, as Tinker's does.
@@ -116,7 +118,7 @@ class TrainingClient:
     async def forward_backward_custom_async(
         self,
         data: Sequence[types.Datum],
-        loss_fn: custom_loss.LossFn,
+        loss_fn: custom_loss.LossFn | LossHandle,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Passed:
         await self._ready()

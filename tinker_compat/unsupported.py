@@ -18,8 +18,3 @@ class RestClient:
 class AdminClient:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse("AdminClient is not supported: a server of your own has no accounts and no bills.")
-
-
-class LossHandle:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse("LossHandle is not supported: pass the function to forward_backward_custom.")

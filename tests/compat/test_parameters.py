@@ -19,7 +19,6 @@ HONOURED, REFUSED, WARNED = "honoured", "refused", "warned"
 # Methods that are refused as a whole, whatever their parameters.
 REFUSED_METHODS = {
     "ServiceClient.copy_weights",
-    "ServiceClient.create_custom_loss",
     "ServiceClient.create_rest_client",
     "ServiceClient.get_console_url",
     "TrainingClient.get_console_url",
@@ -62,6 +61,7 @@ FATE: dict[str, dict[str, str]] = {
         "base_model": HONOURED,
         **SAMPLER,
     },
+    "ServiceClient.create_custom_loss": {"fn": HONOURED, "input_ranks": HONOURED},
     "ServiceClient.get_server_capabilities": {},
     "ServiceClient.get_telemetry": {},
     "TrainingClient.forward": PASS,

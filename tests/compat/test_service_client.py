@@ -111,12 +111,10 @@ def test_access_tokens_are_ignored_with_a_warning(client):
     ("use", "name"),
     [
         (lambda s: s.create_rest_client(), "RestClient"),
-        (lambda s: s.create_custom_loss(None, {}), "create_custom_loss"),
         (lambda s: s.copy_weights("tinker://x/weights/a"), "copy_weights"),
         (lambda s: s.get_console_url(), "get_console_url"),
         (lambda s: tinker.RestClient(), "RestClient"),
         (lambda s: tinker.AdminClient(), "AdminClient"),
-        (lambda s: tinker.LossHandle(), "LossHandle"),
     ],
 )
 def test_what_does_not_exist_yet_is_refused_by_name_when_it_is_used(service, use, name):
