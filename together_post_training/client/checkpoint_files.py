@@ -51,7 +51,7 @@ def part_of_file(
     connection: Connection, path: str, file: pb.CheckpointFile, start: int, stop: int
 ) -> Iterator[bytes]:
     """The bytes from `start` up to, not including, `stop`."""
-    parts = _parts(connection, path, file, start)
+    parts = parts_of_file(connection, path, file, start)
     place = start
     try:
         while place < stop:
@@ -64,7 +64,7 @@ def part_of_file(
         _wait(parts.aclose())
 
 
-async def _parts(
+async def parts_of_file(
     connection: Connection, path: str, file: pb.CheckpointFile, start: int
 ) -> AsyncGenerator[pb.DownloadCheckpointResponse, None]:
     """From `start` on. Where the connection breaks, goes on from there once the server answers again."""
