@@ -18,7 +18,9 @@ What differs from Tinker's own SDK:
 - What the server warns of, e.g. of samples that look shifted, is shown where the next result is handed over, once.
 - Dimuon's formula is not public: it is Muon here, and its first step says so. Muon itself is there too
   (`tinker_compat.optimizers`).
-- Refused by name: RestClient, AdminClient, copy_weights, save_weights_external.
+- Links to checkpoints are answered by this process: they work on this machine and end with it.
+- There are no accounts, projects or console: every run is yours, get_console_url only names it, and AdminClient and
+  RestClient's get_audit_log, get_billing_usage, assign_session_project and export_session_trace are refused by name.
 
 `tests/compat/test_parameters.py` lists every parameter of Tinker's and which of these it is.
 """
@@ -33,11 +35,12 @@ from tinker import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLib
 
 from tinker_compat import aliases as _aliases
 from tinker_compat.loss_handle import LossHandle, PerDatumLossFn
+from tinker_compat.rest_client import RestClient
 from tinker_compat.sampling_client import BackcompatSamplingClientFuture, SamplingClient
 from tinker_compat.service_client import ServiceClient
 from tinker_compat.substitution import Substitution as _Substitution
 from tinker_compat.training_client import BackcompatTrainingClientFuture, TrainingClient
-from tinker_compat.unsupported import AdminClient, RestClient
+from tinker_compat.unsupported import AdminClient
 
 __all__ = _tinker.__all__ + [  # noqa: RUF005 - the one form that linters and type checkers read
     "AdminClient",

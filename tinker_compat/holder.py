@@ -8,15 +8,23 @@ import contextlib
 import itertools
 import os
 import sys
-import uuid
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import tinker
+
 from tinker_compat.futures import OperationFuture, completed, start
-from together_post_training.client.channel import Connection
-from together_post_training.client.embedded import EmbeddedServer
+from together_post_training.client.address import (
+    Address,
+    check_headers,
+    resolve_address,
+    resolve_key,
+)
+from together_post_training.client.channel import Connection, FixedServer
+from together_post_training.client.embedded import EmbeddedServer, embedded_server
+from together_post_training.client.retry import policy_from
 from together_post_training.client.session import TrainingSession
 
 T = TypeVar("T")
@@ -38,7 +46,8 @@ class Holder:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._session_id = str(uuid.uuid4())
+        # The server knows the snapshots that this client holds by the same id.
+        self._session_id = connection.holds.id
         self._training_client_ids = itertools.count()
         self._is_closed = False
         self._sessions: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
@@ -57,6 +66,16 @@ class Holder:
     def new_training_id(self) -> str:
         """What Tinker calls a model id: <session>:train:<n>."""
         return f"{self._session_id}:train:{next(self._training_client_ids)}"
+
+    def console_url(self, name: str) -> str:
+        """Says which server it is on. There is no page behind it."""
+        server = self.connection.server
+        address = server.address if isinstance(server, FixedServer) else self.connection.address
+        return f"{address or 'grpc://embedded'}/{name}"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -136,6 +155,42 @@ class Holder:
         return isinstance(self.connection.server, EmbeddedServer)
 
 
+def new_holder(
+    base_url: str | None, api_key: str | None, headers: Mapping[str, str] | None = None
+) -> Holder:
+    """Of a connection that is made at its first call.
+
+    Raises:
+        ValueError, TypeError: for an address or headers that cannot be used.
+        TinkerError: for a key that cannot be sent.
+    """
+    return _holder_of(*_resolve(base_url, api_key), check_headers(headers or {}))
+
+
+def shared_holder(base_url: str | None, api_key: str | None) -> Holder:
+    """The same one for the same server and key, for as long as the process lives. Raises as `new_holder`."""
+    address, key = _resolve(base_url, api_key)
+    name = (os.getpid(), address, key)
+    holder = _shared.get(name)
+    if holder is None or holder.is_closed:
+        holder = _shared[name] = _holder_of(address, key, {})
+    return holder
+
+
+def _resolve(base_url: str | None, api_key: str | None) -> tuple[Address | None, str | None]:
+    address = resolve_address(base_url, os.environ)
+    try:
+        return address, resolve_key(api_key, os.environ)
+    except (TypeError, ValueError) as error:
+        raise tinker.TinkerError(str(error)) from error
+
+
+def _holder_of(address: Address | None, key: str | None, headers: Mapping[str, str]) -> Holder:
+    server = embedded_server() if address is None else FixedServer(address)
+    return Holder(Connection(server, key=key, headers=headers, policy=policy_from(os.environ)))
+
+
+_shared: dict[tuple[int, Address | None, str | None], Holder] = {}
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 # Those of full weights that are not closed.
 _keeping: set[Holder] = set()

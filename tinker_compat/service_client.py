@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import tinker
 from tinker import types
 
 from tinker_compat import loss_handle
 from tinker_compat.conversion import check_metadata, set_fields
-from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
-from tinker_compat.holder import Holder
+from tinker_compat.holder import Holder, new_holder
 from tinker_compat.loss_handle import LossHandle, PerDatumLossFn
 from tinker_compat.optimizers import from_config, to_config
+from tinker_compat.rest_calls import copy_weights, get_server_capabilities
+from tinker_compat.rest_client import RestClient
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
@@ -30,10 +29,7 @@ from tinker_compat.training_client import (
     TrainingClient,
     check_access_token,
 )
-from together_post_training.client.address import check_headers, resolve_address, resolve_key
-from together_post_training.client.channel import Connection, FixedServer
-from together_post_training.client.embedded import embedded_server
-from together_post_training.client.retry import policy_from
+from together_post_training.client.channel import Connection
 from together_post_training.client.session import create_session
 from together_post_training.v1 import catalog_pb2, sessions_pb2
 
@@ -75,19 +71,7 @@ class ServiceClient:
         self._display_name = display_name
         # By what they compute. On the background loop.
         self._custom_losses: dict[tuple[Any, ...], LossHandle] = {}
-        address = resolve_address(base_url, os.environ)
-        try:
-            key = resolve_key(api_key, os.environ)
-        except (TypeError, ValueError) as error:
-            raise tinker.TinkerError(str(error)) from error
-        self.holder = Holder(
-            Connection(
-                embedded_server() if address is None else FixedServer(address),
-                key=key,
-                headers=check_headers(default_headers_overrides or {}),
-                policy=policy_from(os.environ),
-            )
-        )
+        self.holder = new_holder(base_url, api_key, default_headers_overrides)
 
     def __enter__(self) -> Self:
         self.holder.check_open()
@@ -283,16 +267,17 @@ class ServiceClient:
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """The models that the server serves; waits for the answer."""
-        return self.holder.start(_capabilities(self.holder.connection)).result()
+        return self.holder.start(get_server_capabilities(self.holder.connection)).result()
 
     async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        return await self.holder.start(_capabilities(self.holder.connection))
+        return await self.holder.start(get_server_capabilities(self.holder.connection))
 
     def get_telemetry(self) -> None:
         """Nothing is collected."""
 
-    def create_rest_client(self) -> Any:
-        refuse("RestClient is not supported yet: list and delete checkpoints over gRPC instead.")
+    def create_rest_client(self) -> RestClient:
+        """For what the server has; over this client's connection."""
+        return RestClient(self.holder)
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, Literal[0, 1, 2]]
@@ -316,11 +301,24 @@ class ServiceClient:
 
         return self.holder.start(register())
 
-    def copy_weights(self, *args: Any, **kwargs: Any) -> Any:
-        refuse("copy_weights is not supported: there are no other accounts to copy from.")
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> OperationFuture[str]:
+        """Copies a checkpoint into a training run of its own, of this client; the future has the copy's path.
+
+        The copy keeps its kind and name and outlives what it was copied from. The run cannot be trained: start another
+        one from the copy.
+        """
+        check_access_token(weights_access_token, stacklevel=3)
+        return self.holder.start(copy_weights(self.holder, path, ttl_seconds))
 
     def get_console_url(self) -> str:
-        refuse("get_console_url is not supported: this service has no console.")
+        """The server's address and this client's id, for logs. This service has no console."""
+        return self.holder.console_url(self.holder.get_session_id())
 
     def _resume(
         self,
@@ -377,23 +375,6 @@ async def _info(connection: Connection, session: sessions_pb2.Session) -> types.
         model_name=session.base_model,
         **optimizer,
     )
-
-
-async def _capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:
-    reply = await connection.call("catalog.ListModels", catalog_pb2.ListModelsRequest())
-    models = [
-        # Older SupportedModels leave out the fields they do not know.
-        types.SupportedModel(
-            model_name=model.name,
-            max_context_length=model.max_context_length
-            if model.HasField("max_context_length")
-            else None,
-            trainable=model.trainable,
-            sampleable=model.sampleable,
-        )
-        for model in reply.models
-    ]
-    return types.GetServerCapabilitiesResponse(supported_models=models)
 
 
 def _warn_of_ignored(project_id: str | None, kwargs: Mapping[str, Any]) -> None:

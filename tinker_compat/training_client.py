@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from google.protobuf.duration_pb2 import Duration
 from tinker import types
 
 from tinker_compat import custom_loss, passes
@@ -16,6 +15,8 @@ from tinker_compat.errors import refuse
 from tinker_compat.futures import OperationFuture
 from tinker_compat.loss_handle import LossHandle
 from tinker_compat.optimizers import to_optim_step
+from tinker_compat.response_types import SaveWeightsExternalResponse, respond
+from tinker_compat.rest_conversion import ttl_from
 from tinker_compat.run import Run
 from tinker_compat.sampling_client import (
     BackcompatSamplingClientFuture,
@@ -206,6 +207,43 @@ class TrainingClient:
         await self._ready()
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> OperationFuture[SaveWeightsExternalResponse]:
+        """Saves weights to take elsewhere under tinker://<model id>/external_weights/<name>.
+
+        RestClient.get_external_weights_urls gives links to the files.
+
+        Args:
+            age_encryption_recipients: public keys ("age1..."): the files are encrypted for their owners.
+
+        Raises:
+            ValueError: for an empty list of recipients.
+        """
+        request = _save_request(name, ttl_seconds, None)
+        request.kind = trainer_pb2.CHECKPOINT_KIND_EXTERNAL
+        request.age_recipients.extend(_recipients(age_encryption_recipients))
+        return self._core.submit(
+            [request],
+            lambda done: respond(
+                SaveWeightsExternalResponse,
+                path=done[0].save_checkpoint.path,
+                type="save_weights_external",
+            ),
+        )
+
+    async def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> OperationFuture[SaveWeightsExternalResponse]:
+        await self._ready()
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> OperationFuture[types.LoadWeightsResponse]:
@@ -310,15 +348,8 @@ class TrainingClient:
         """Nothing is collected."""
 
     def get_console_url(self) -> str:
-        refuse("get_console_url is not supported: this service has no console.")
-
-    def save_weights_external(self, *args: Any, **kwargs: Any) -> Any:
-        refuse(
-            "save_weights_external is not supported: save_weights_for_sampler writes ordinary PEFT files."
-        )
-
-    async def save_weights_external_async(self, *args: Any, **kwargs: Any) -> Any:
-        return self.save_weights_external(*args, **kwargs)
+        """The server's address and the run's id, for logs. This service has no console."""
+        return self._core.holder.console_url(self.model_id)
 
     def _load(
         self, path: str, weights_access_token: str | None, *, optimizer: bool
@@ -339,12 +370,13 @@ class BackcompatTrainingClientFuture(ClientFuture[TrainingClient], TrainingClien
     """A TrainingClient in the making, usable as one."""
 
 
-def check_access_token(token: str | None) -> None:
+def check_access_token(token: str | None, stacklevel: int = 4) -> None:
+    """Warns that it has no effect here."""
     if token is not None:
         warnings.warn(
             "weights_access_token is ignored: this service has no accounts, and the path is opened with the "
             "client's own key.",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
@@ -365,16 +397,26 @@ def _check_loss_type_input(loss_type_input: str | None) -> None:
 def _save_request(
     name: str, ttl_seconds: int | None, user_metadata: Mapping[str, str] | None
 ) -> trainer_pb2.SaveCheckpointRequest:
-    request = trainer_pb2.SaveCheckpointRequest(user_metadata=check_metadata(user_metadata))
+    request = trainer_pb2.SaveCheckpointRequest(
+        user_metadata=check_metadata(user_metadata), ttl=ttl_from(ttl_seconds)
+    )
     set_fields(request, name=name)
-    if ttl_seconds is not None:
-        try:
-            request.ttl.CopyFrom(Duration(seconds=ttl_seconds))
-        except TypeError:
-            raise TypeError(
-                f"ttl_seconds is {ttl_seconds!r}: must be a whole number of seconds."
-            ) from None
     return request
+
+
+def _recipients(recipients: Sequence[str] | None) -> list[str]:
+    if recipients is None:
+        return []
+    if isinstance(recipients, str) or not all(isinstance(key, str) for key in recipients):
+        raise TypeError(
+            f"age_encryption_recipients is {recipients!r}: must be a list of public keys."
+        )
+    if not recipients:
+        raise ValueError(
+            "age_encryption_recipients is empty: name those who may read the files, or leave it out to save them "
+            "unencrypted."
+        )
+    return list(recipients)
 
 
 def _optim_step_response(done: list[operations_pb2.Operation]) -> types.OptimStepResponse:
