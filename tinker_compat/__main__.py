@@ -1,28 +1,44 @@
-"""`python -m tinker_compat script.py [arguments]`: runs a script against this service.
+"""Runs a program against this service.
 
-In it `import together.post_training.tinker` is this package, also where the official SDK is installed.
+usage: python -m tinker_compat script.py [arguments]
+       python -m tinker_compat -m module [arguments]
+       python -m tinker_compat -c code [arguments]
+
+In it, and in the processes that it starts with multiprocessing, `import tinker` gives our clients, in every library
+that imports it too; and `import together.post_training.tinker` is this package, also where the official SDK is
+installed.
 """
 
 from __future__ import annotations
 
 import importlib
-import runpy
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import tinker_compat
+from tinker_compat import runner
 from tinker_compat.aliases import SWAPPED
 
 
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit(f"usage: python -m tinker_compat script.py [arguments]\n\n{__doc__}")
+def main(arguments: list[str]) -> None:
+    first, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if first in ("-h", "--help"):
+        print(__doc__)
+    elif first in ("-m", "-c") and rest:
+        prepare()
+        run = runner.run_module if first == "-m" else runner.run_command
+        run(rest[0], rest[1:])
+    elif first and not first.startswith("-"):
+        prepare()
+        runner.run_script(first, rest)
+    else:
+        print(__doc__, file=sys.stderr)
+        sys.exit(runner.USAGE_STATUS)
+
+
+def prepare() -> None:
+    tinker_compat.install()
     swap_in()
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
 
 
 def swap_in() -> None:
@@ -48,4 +64,4 @@ def _make_package(fullname: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
