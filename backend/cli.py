@@ -1,4 +1,7 @@
-"""The command line: `together-post-training serve`, `doctor`, `import-adapter` and `export`."""
+"""The command line: `together-post-training serve`, `doctor`, `import-adapter`, `export`, and the client's commands.
+
+It works where only the client is installed: what needs the server's packages is imported by the commands that need it.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ from backend.generator.sglang.command import split_arguments
 from backend.generator.sglang.options import SglangOptions, parse_generator
 from backend.resources.catalog import ModelSpec, parse_spec
 from backend.resources.engines import EngineOptions
+from together_post_training.cli import execute as client
+from together_post_training.cli import parser as client_parser
 from together_post_training.errors import PostTrainingError
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ Option = TypeVar("Option")
 log = logging.getLogger(__name__)
 
 _PARENT_GONE_GRACE_S = 5.0
+_OURS = ("backend", "together_post_training")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # libgomp reads it when torch is imported, which happens later: with active waiting, two busy processes slow
     # each other tenfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command in client_parser.COMMANDS:
+        return client.execute(options)
+    if options.format is not None or options.address is not None:
+        parser.error(f"--format and --address say nothing about {options.command}: leave them out")
+    try:
+        return _run(options)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OURS:
+            raise
+        print(
+            f"error: {options.command} needs the server's packages, and {error.name} is not installed: "
+            "pip install 'together-post-training[server]'",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         return _doctor(options)
     if options.command != "serve":
@@ -254,7 +279,11 @@ def _model(text: str) -> ModelSpec:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="together-post-training", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="together-post-training",
+        description="Post-training as a service that you run yourself.",
+    )
+    client_parser.add_options(parser, at_the_top=True)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands)
     serve = commands.add_parser(
@@ -267,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_where_to_listen(serve)
     _add_how_to_end(serve)
     transfer.add_commands(commands, _model)
+    client_parser.add_commands(commands)
     return parser
 
 

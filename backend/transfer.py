@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from backend.checkpoints.import_peft import read_adapter
 from backend.checkpoints.manifest import ADAPTER_WEIGHTS, PEFT_CONFIG, Manifest
-from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
 from backend.config import DEFAULT_STORE
 from backend.resources.builtin import BIGRAM, BUILTIN_MODELS
 from backend.resources.catalog import ModelSpec
@@ -27,6 +26,9 @@ from together_post_training.names import (
     check_session_id,
     parse_checkpoint_path,
 )
+
+if TYPE_CHECKING:
+    from backend.checkpoints.store import CheckpointStore, LoadedCheckpoint
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,6 +68,10 @@ def add_commands(commands, model: Callable[[str], ModelSpec]) -> None:
 
 def import_adapter(options: argparse.Namespace) -> str:
     """Returns the checkpoint's path. See `import_peft.read_adapter` for what is refused."""
+    # Here and below: the command line also works where only the client is installed.
+    from backend.checkpoints.import_peft import read_adapter
+    from backend.checkpoints.store import CheckpointStore
+
     name = check_checkpoint_name(options.name or _name_of(options.directory))
     base = _base_directory(options.model)
     imported = read_adapter(options.directory, base)
@@ -91,6 +97,7 @@ def import_adapter(options: argparse.Namespace) -> str:
 
 def export_checkpoint(options: argparse.Namespace) -> str:
     """Returns the directory's path."""
+    from backend.checkpoints.store import CheckpointStore
     from backend.trainer import export
 
     path = parse_checkpoint_path(options.path)

@@ -23,6 +23,7 @@ MAX_PAGE = 1000
 _CONNECT_TIMEOUT_S = 5.0
 _OUTAGE_TIMEOUT_S = 60.0
 _NUM_AT_ONCE = 16
+_EMBEDDED_HINT = ", or leave it out to start an embedded server"
 
 
 class UsageError(Exception):
@@ -97,7 +98,9 @@ def connected(address: str | None, environ: Mapping[str, str]) -> Iterator[Clien
         found = resolve_address(address, environ)
         key, policy = resolve_key(None, environ), _policy(environ)
     except ValueError as error:
-        raise UsageError(str(error).replace("base_url", "--address", 1)) from None
+        # The words of ServiceClient, which has one more way.
+        message = str(error).replace("base_url", "--address", 1)
+        raise UsageError(message.replace(_EMBEDDED_HINT, "")) from None
     if found is None:
         raise UsageError(
             f"no server is named: give --address grpc://host:port, or set {OWN_VARIABLE}. For the checkpoints of "
