@@ -1,4 +1,5 @@
-# `make` lists the entry points. All share one .venv, which the first of them makes; test-sglang has a second beside it.
+# `make` lists the entry points. All share one .venv, which the first of them makes; test-sglang and test-cookbook have a
+# second beside it.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+COOKBOOK_VENV := .venv-cookbook
+COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --constraint requirements.lock
 GENERATED := together_post_training/v1
 
@@ -19,10 +22,10 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-sglang lint format bench proto docs
+.PHONY: help install demo serve test test-sglang test-cookbook lint format bench proto docs
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make .venv and install everything into it (the other targets do this when needed)
 
@@ -38,11 +41,14 @@ serve: $(STAMP) ## Start the server (MODEL=builtin:smollm2-135m PORT=50051)
 	$(BIN)/together-post-training serve --model $(MODEL) --port $(PORT)
 
 test: $(STAMP) ## Run all tests (ARGS="-k wire" to choose)
-	@echo "Those that need a real SGLang server run in \`make test-sglang\`."
+	@echo "Not among them: \`make test-sglang\` (a real SGLang server) and \`make test-cookbook\` (the cookbook's recipes)."
 	$(BIN)/python -m pytest $(ARGS)
 
 test-sglang: $(STAMP) $(SGLANG_STAMP) ## Run the tests against a real SGLang server, on the CPU (ARGS="-k lora" to choose)
 	$(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
+
+test-cookbook: $(STAMP) $(COOKBOOK_STAMP) ## Run tinker-cookbook's recipes, unmodified, against this service (ARGS="-k dpo" to choose)
+	$(BIN)/python -m pytest -m cookbook tests/cookbook $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
@@ -79,4 +85,15 @@ $(SGLANG_STAMP): $(STAMP) tests/sglang/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
+
+# Likewise. The older cookbook lies in a directory of its own, to be put first on the import path.
+$(COOKBOOK_STAMP): $(STAMP) tests/cookbook/requirements.txt tests/cookbook/older-cookbook.txt
+	rm -rf $(COOKBOOK_VENV)
+	$(BIN)/python -m venv $(COOKBOOK_VENV)
+	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/cookbook/requirements.txt
+	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --no-deps --target $(COOKBOOK_VENV)/older \
+		--requirement tests/cookbook/older-cookbook.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(COOKBOOK_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@
