@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -146,6 +147,12 @@ class _WebServer(ThreadingHTTPServer):
         self.downloads = downloads
         name = "together-post-training-downloads"
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """The base class prints a traceback, also where a peer has only hung up."""
+        error = sys.exception()
+        level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+        logger.log(level, "a download failed", exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
