@@ -134,8 +134,6 @@ def status_of(url: str) -> int:
 
 
 def test_an_archive_is_a_plain_tar_that_says_last_that_it_is_complete(archive, tmp_path):
-    archive, tmp_path
-):
     path, headers = urllib.request.urlretrieve(archive.url, tmp_path / "a.tar")
     assert int(headers["Content-Length"]) == (tmp_path / "a.tar").stat().st_size
     assert headers["Content-Type"] == "application/x-tar"
