@@ -36,13 +36,13 @@ class CheckpointFolder:
         self.remove_orphans()
 
     @contextmanager
-    def writing(self, relative: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+    def writing(self, relative: Path, may_replace: Callable[[Path | None], bool]) -> Iterator[Path]:
         """An empty directory; the files that the block puts into it are there afterwards, in place of any that were.
 
         If the block fails, nothing has changed.
 
         Raises:
-            FileExistsError: `may_replace` says no of the version that is there at the end; it is still there.
+            FileExistsError: `may_replace` says no of the version that is there at the end (None: nothing); it still is.
         """
         link = self._root / relative
         version, fd = self._new_version()
@@ -104,12 +104,12 @@ class CheckpointFolder:
             version.mkdir(mode=0o755)
             return version, _lock(version, fcntl.LOCK_SH)
 
-    def _point(self, link: Path, version: Path, may_replace: Callable[[Path], bool]) -> None:
+    def _point(self, link: Path, version: Path, may_replace: Callable[[Path | None], bool]) -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._data / f"{version.name}.link"
         with self._changing():
             replaced = self._version(link)
-            if replaced is not None and not may_replace(replaced):
+            if not may_replace(replaced):
                 raise FileExistsError(link)
             temporary.symlink_to(os.path.relpath(version, link.parent))
             os.replace(temporary, link)

@@ -33,7 +33,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """create_time_s, expire_time_s: since 1970; expire_time_s None: never. Times are kept to the microsecond."""
+    """Never changes: what becomes of a checkpoint later, such as another expire_time_s, makes another version of it.
+
+    create_time_s, expire_time_s: since 1970; expire_time_s None: never. Times are kept to the microsecond.
+    copied_from: the path of the checkpoint that it was made of; empty: none.
+    is_encrypted: every file is, and named *.age; only this manifest can be read here.
+    """
 
     session: str
     name: str
@@ -45,6 +50,9 @@ class Manifest:
     expire_time_s: float | None
     user_metadata: Mapping[str, str]
     optimizer: OptimizerConfig = ADAMW
+    is_public: bool = False
+    copied_from: str = ""
+    is_encrypted: bool = False
     files: tuple[FileEntry, ...] = field(default=())
 
     @property

@@ -1,38 +1,28 @@
-"""Checkpoints by path: saved, listed, loaded, expired.
+"""Checkpoints by path: saved, listed, loaded, published, copied, expired.
+
+What becomes of a checkpoint later is a new version of it, with the same files under another manifest: so that it takes
+effect at once and whole, and no version ever changes. Whoever changes a checkpoint has seen the one that he replaces.
 
 Methods block on the disk: call them from a worker thread.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from backend.checkpoints import model_files, peft_files
+from backend.checkpoints import refusals, version_files
 from backend.checkpoints.folder import CheckpointFolder
-from backend.checkpoints.manifest import (
-    ADAPTER_WEIGHTS,
-    FULL_WEIGHTS,
-    MANIFEST,
-    OPTIMIZER,
-    PEFT_CONFIG,
-    FileEntry,
-    Manifest,
-)
-from backend.checkpoints.optimizer_file import read_optimizer, write_optimizer
-from backend.trainer.base import FullConfig, FullWeights, OptimizerState, Weights
-from together_post_training.errors import PostTrainingError, Reason, fail
+from backend.checkpoints.manifest import MANIFEST, Manifest
+from backend.checkpoints.version_files import Piece
+from backend.trainer.base import OptimizerState, Weights
+from together_post_training.errors import PostTrainingError
 from together_post_training.names import CheckpointPath
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +32,6 @@ class LoadedCheckpoint:
     manifest: Manifest
     weights: Weights
     optimizer: OptimizerState | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    filename: str
-    offset: int
-    data: bytes
-    size_bytes: int
 
 
 class CheckpointStore:
@@ -69,12 +51,14 @@ class CheckpointStore:
         *,
         overwrite: bool,
         base_location: str = "",
+        age_recipients: Sequence[str] = (),
     ) -> Manifest:
         """Writes it; `manifest` comes without files and is returned with them.
 
         Args:
             base_location: the directory of the base model; empty: PEFT finds it under its name, and full weights have
                 no other files beside them.
+            age_recipients: public keys; the files are readable for their owners alone. None: for everybody.
 
         Raises:
             PostTrainingError: CHECKPOINT_EXISTS, and what `model_files.write_companions` raises.
@@ -85,24 +69,23 @@ class CheckpointStore:
         )
         try:
             with writing as version:
-                names = _write(version, manifest, weights, optimizer, base_location)
-                whole = replace(manifest, files=tuple(_entry(version / name) for name in names))
-                (version / MANIFEST).write_bytes(whole.to_json())
+                return version_files.write(
+                    version, manifest, weights, optimizer, base_location, age_recipients
+                )
         except FileExistsError:
-            raise _exists(manifest.path) from None
-        return whole
+            raise refusals.exists(manifest.path) from None
 
     def check_free(self, path: CheckpointPath) -> None:
         """Raises CHECKPOINT_EXISTS."""
         with self._folder.reading(_relative(path)) as version:
-            if version is not None and not self._may_replace(path, version, overwrite=False):
-                raise _exists(path)
+            if not self._may_replace(path, version, overwrite=False):
+                raise refusals.exists(path)
 
     def get(self, path: CheckpointPath) -> Manifest:
         """Raises CHECKPOINT_NOT_FOUND."""
         found = self._find(path)
         if found is None:
-            raise _not_found(path)
+            raise refusals.not_found(path)
         return found
 
     def list(self, session: str | None = None) -> list[Manifest]:
@@ -117,37 +100,90 @@ class CheckpointStore:
         except PostTrainingError:
             is_there = True
         if not is_there or not self._folder.delete(_relative(path)):
-            raise _not_found(path)
+            raise refusals.not_found(path)
+
+    def set_ttl(self, path: CheckpointPath, ttl_s: float | None) -> Manifest:
+        """Counted from now; None: it never expires. Raises CHECKPOINT_NOT_FOUND."""
+        expire_time_s = self._in(ttl_s)
+        return self._change(path, lambda manifest: replace(manifest, expire_time_s=expire_time_s))
+
+    def publish(self, path: CheckpointPath) -> Manifest:
+        """Of several who do it at once, one does. Raises CHECKPOINT_NOT_FOUND, ALREADY_PUBLIC."""
+
+        def published(manifest: Manifest) -> Manifest:
+            if manifest.is_public:
+                raise refusals.already_public(path)
+            return replace(manifest, is_public=True)
+
+        return self._change(path, published)
+
+    def unpublish(self, path: CheckpointPath) -> Manifest:
+        """Of several who do it at once, one does. Raises CHECKPOINT_NOT_FOUND, NOT_PUBLIC."""
+
+        def unpublished(manifest: Manifest) -> Manifest:
+            if not manifest.is_public:
+                raise refusals.not_public(path)
+            return replace(manifest, is_public=False)
+
+        return self._change(path, unpublished)
+
+    def copy(self, path: CheckpointPath, session: str, ttl_s: float | None) -> Manifest:
+        """Under another session's id, with its kind and name. A copy of it that is there already is the answer.
+
+        Raises:
+            PostTrainingError: CHECKPOINT_NOT_FOUND, CHECKPOINT_EXISTS, INCOMPATIBLE_CHECKPOINT.
+        """
+        with self._reading(path) as (version, source):
+            made = replace(
+                source,
+                session=session,
+                create_time_s=self._clock(),
+                expire_time_s=self._in(ttl_s),
+                is_public=False,
+                copied_from=str(path),
+            )
+            if (there := self._same_copy(made)) is not None:
+                return there
+            writing = self._folder.writing(
+                _relative(made.path),
+                may_replace=lambda taken: self._may_replace(made.path, taken, overwrite=False),
+            )
+            try:
+                with writing as target:
+                    version_files.share(version, target, made)
+            except FileExistsError:
+                if (there := self._same_copy(made)) is not None:
+                    return there
+                raise refusals.not_copied_over(made.path, path) from None
+            return made
 
     def load(self, path: CheckpointPath, *, optimizer: bool) -> LoadedCheckpoint:
         """Reads and verifies it.
 
         Raises:
             PostTrainingError: CHECKPOINT_NOT_FOUND; WRONG_CHECKPOINT_KIND when an optimiser is asked for and the
-                checkpoint has none; INCOMPATIBLE_CHECKPOINT naming the file that is damaged.
+                checkpoint has none, or it is encrypted; INCOMPATIBLE_CHECKPOINT naming the file that is damaged.
         """
-        with self._folder.reading(_relative(path)) as version:
-            manifest = self._current(path, version)
-            if manifest is None or version is None:
-                raise _not_found(path)
+        with self._reading(path) as (version, manifest):
+            if manifest.is_encrypted:
+                raise refusals.encrypted(manifest)
             if optimizer and not manifest.has_optimizer:
-                raise _no_optimizer(manifest)
+                raise refusals.no_optimizer(manifest)
             return LoadedCheckpoint(
                 manifest=manifest,
-                weights=_read(manifest, version, manifest.weights_file, _weights_reader(manifest)),
-                optimizer=_read(manifest, version, OPTIMIZER, read_optimizer)
-                if optimizer
-                else None,
+                weights=version_files.read_weights(manifest, version),
+                optimizer=version_files.read_moments(manifest, version) if optimizer else None,
             )
 
-    def pieces(self, path: CheckpointPath) -> Generator[Piece, None, None]:
-        """All files, one after the other. What is being read stays whole if the checkpoint is deleted meanwhile."""
-        with self._folder.reading(_relative(path)) as version:
-            manifest = self._current(path, version)
-            if manifest is None or version is None:
-                raise _not_found(path)
-            for name in (*(file.name for file in manifest.files), MANIFEST):
-                yield from _file_pieces(version / name)
+    def pieces(
+        self, path: CheckpointPath, filename: str = "", offset: int = 0
+    ) -> Generator[Piece, None, None]:
+        """All files, one after the other; or one, from an offset on. See `version_files.pieces`.
+
+        What is being read stays whole if the checkpoint is deleted meanwhile.
+        """
+        with self._reading(path) as (version, manifest):
+            yield from version_files.pieces(manifest, version, filename, offset)
 
     def sweep(self) -> int:
         """Removes what has expired, and what killed servers left; the number of checkpoints removed."""
@@ -155,7 +191,54 @@ class CheckpointStore:
         # One that was replaced in between stays.
         num_removed = sum(self._folder.delete(link, version) for link, version in expired)
         self._folder.remove_orphans()
+        self._forget_gone()
         return num_removed
+
+    @contextmanager
+    def _reading(self, path: CheckpointPath) -> Iterator[tuple[Path, Manifest]]:
+        """The version's directory, which stays for as long, and its manifest. Raises CHECKPOINT_NOT_FOUND."""
+        with self._folder.reading(_relative(path)) as version:
+            manifest = self._current(path, version)
+            if manifest is None or version is None:
+                raise refusals.not_found(path)
+            yield version, manifest
+
+    def _change(self, path: CheckpointPath, changed: Callable[[Manifest], Manifest]) -> Manifest:
+        """Tries until nobody else changed, replaced or deleted it in between; `changed` may refuse what is there."""
+        while True:
+            with self._reading(path) as (version, before):
+                after = changed(before)
+                try:
+                    with self._folder.writing(
+                        _relative(path), may_replace=self._is_still(version, before)
+                    ) as made:
+                        version_files.share(version, made, after)
+                except FileExistsError:
+                    continue
+                return after
+
+    def _is_still(self, version: Path, manifest: Manifest) -> Callable[[Path | None], bool]:
+        return lambda there: there == version and not manifest.is_expired(self._clock())
+
+    def _same_copy(self, made: Manifest) -> Manifest | None:
+        """What is there in its place, if it is a copy of the same: all but when it was made, and what may change."""
+        try:
+            there = self._find(made.path)
+        except PostTrainingError:  # It is damaged, and so no copy.
+            return None
+        if there is None:
+            return None
+        alike = replace(
+            there,
+            create_time_s=made.create_time_s,
+            expire_time_s=made.expire_time_s,
+            is_public=made.is_public,
+        )
+        return there if alike == made else None
+
+    def _forget_gone(self) -> None:
+        for version in [v for v in self._manifests.copy() if not v.is_dir()]:
+            self._manifests.pop(version, None)
 
     def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
         """Every link with its version and manifest; unreadable ones are logged and left out."""
@@ -169,8 +252,13 @@ class CheckpointStore:
             if version is not None and manifest is not None:
                 yield link, version, manifest
 
-    def _may_replace(self, path: CheckpointPath, version: Path, overwrite: bool) -> bool:
-        """An expired one always; never another's, whose name differs only where the file system sees no difference."""
+    def _in(self, ttl_s: float | None) -> float | None:
+        return None if ttl_s is None else self._clock() + ttl_s
+
+    def _may_replace(self, path: CheckpointPath, version: Path | None, overwrite: bool) -> bool:
+        """Nothing, and an expired one, always; never another's, whose name differs only where the file system sees no
+        difference.
+        """
         try:
             manifest = self._read_manifest(version)
         except PostTrainingError:
@@ -200,121 +288,9 @@ class CheckpointStore:
             except FileNotFoundError:
                 return None
             except (ValueError, KeyError, TypeError) as error:
-                raise fail(
-                    Reason.INCOMPATIBLE_CHECKPOINT,
-                    f"{version / MANIFEST} cannot be read ({error!r}): it is damaged, or written by another version of "
-                    "this server.",
-                    file=MANIFEST,
-                ) from None
+                raise refusals.unreadable_manifest(version, error) from None
         return self._manifests[version]
 
 
 def _relative(path: CheckpointPath) -> Path:
     return Path(path.session, path.folder, path.name)
-
-
-def _write(
-    directory: Path,
-    manifest: Manifest,
-    weights: Weights,
-    optimizer: OptimizerState | None,
-    base_location: str,
-) -> list[str]:
-    """All files but the manifest; their names."""
-    names = [manifest.weights_file]
-    if isinstance(weights, FullWeights):
-        model_files.write_weights(directory / FULL_WEIGHTS, weights)
-        if manifest.kind == "inference" and base_location:
-            names += model_files.write_companions(directory, Path(base_location))
-    else:
-        names.append(PEFT_CONFIG)
-        (directory / ADAPTER_WEIGHTS).write_bytes(peft_files.encode_adapter(weights))
-        config = peft_files.peft_config(weights, base_location or manifest.base_model)
-        (directory / PEFT_CONFIG).write_bytes(config)
-    if optimizer is not None:
-        names.append(OPTIMIZER)
-        write_optimizer(directory / OPTIMIZER, optimizer)
-    return names
-
-
-def _entry(path: Path) -> FileEntry:
-    return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _weights_reader(manifest: Manifest) -> Callable[[Path], Weights]:
-    lora = manifest.weights
-    if isinstance(lora, FullConfig):
-        return model_files.read_weights
-    return lambda path: peft_files.decode_adapter(path.read_bytes(), lora)
-
-
-def _read(manifest: Manifest, version: Path, name: str, read: Callable[[Path], T]) -> T:
-    """Of a verified file. Raises INCOMPATIBLE_CHECKPOINT, naming a file that is damaged."""
-    _verify(manifest, version, name)
-    try:
-        return read(version / name)
-    except ValueError as error:
-        raise _damaged(manifest, name, str(error)) from None
-
-
-def _verify(manifest: Manifest, version: Path, name: str) -> None:
-    expected = manifest.file(name)
-    if expected is None:
-        raise _damaged(manifest, name, "the checkpoint has no such file")
-    try:
-        size = (version / name).stat().st_size
-    except FileNotFoundError:
-        raise _damaged(manifest, name, "the file is missing") from None
-    if size != expected.size_bytes:
-        raise _damaged(manifest, name, f"{size} bytes of {expected.size_bytes}")
-    if _sha256(version / name) != expected.sha256:
-        raise _damaged(manifest, name, "its SHA-256 is not the one it was saved with")
-
-
-def _file_pieces(path: Path) -> Iterator[Piece]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        for offset in range(0, max(size, 1), PIECE_BYTES):
-            data = file.read(PIECE_BYTES)
-            yield Piece(filename=path.name, offset=offset, data=data, size_bytes=size)
-
-
-def _exists(path: CheckpointPath) -> PostTrainingError:
-    return fail(
-        Reason.CHECKPOINT_EXISTS,
-        f"Checkpoint '{path.name}' already exists ({path}). Choose another name, set overwrite, or delete it first.",
-        path=path,
-        name=path.name,
-    )
-
-
-def _not_found(path: CheckpointPath) -> PostTrainingError:
-    return fail(
-        Reason.CHECKPOINT_NOT_FOUND,
-        f"Unknown checkpoint {str(path)!r}: it was never saved, was deleted, or has expired.",
-        path=path,
-    )
-
-
-def _no_optimizer(manifest: Manifest) -> PostTrainingError:
-    return fail(
-        Reason.WRONG_CHECKPOINT_KIND,
-        f"Checkpoint {str(manifest.path)!r} has no optimiser state ({OPTIMIZER}): {manifest.kind} checkpoints under "
-        "sampler_weights/ hold weights only. Load it without the optimiser, or save a training checkpoint (weights/).",
-        path=manifest.path,
-        missing=OPTIMIZER,
-    )
-
-
-def _damaged(manifest: Manifest, name: str, what: str) -> PostTrainingError:
-    return fail(
-        Reason.INCOMPATIBLE_CHECKPOINT,
-        f"Checkpoint {str(manifest.path)!r} is damaged: {name}: {what}. Nothing was loaded.",
-        path=manifest.path,
-        file=name,
-    )

@@ -119,6 +119,7 @@ class TrainerActions:
             optimizer,
             overwrite=work.overwrite,
             base_location=self._trainer.model.location,
+            age_recipients=work.age_recipients,
         )
         return pb.Operation(
             save_checkpoint=pb.SaveCheckpointResult(

@@ -42,13 +42,14 @@ class WeightsSyncWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpointWork:
-    """ttl_s None: kept until deleted."""
+    """ttl_s None: kept until deleted. age_recipients: who can read it; empty: everybody."""
 
     kind: CheckpointKind
     name: str
     ttl_s: float | None
     overwrite: bool
     user_metadata: Mapping[str, str]
+    age_recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

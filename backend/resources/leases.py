@@ -57,6 +57,11 @@ class Leases:
         """Nobody has any more use for it, but for those who hold it or will."""
         self._let_go.add(name)
 
+    def held_by(self, holder: str) -> frozenset[str]:
+        """What it said last that it holds, however long ago."""
+        known = self._holders.get(holder)
+        return frozenset() if known is None else known.names
+
     def is_held(self, *names: str) -> bool:
         """Any of them, by a holder that is not silent."""
         return any(self._held[name] for name in names)

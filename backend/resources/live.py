@@ -77,6 +77,9 @@ class LivePolicies:
         """By the name of the live snapshot."""
         return self._policies.get(live_session(name))
 
+    def all(self) -> list[LivePolicy]:
+        return list(self._policies.values())
+
     def at(self, snapshot: Snapshot) -> LivePolicy | None:
         """The one that this is the target of."""
         policy = self._policies.get(snapshot.session)

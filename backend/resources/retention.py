@@ -66,6 +66,10 @@ class Retention:
             self._records.touch(name)
         return sorted(set(names) - known)
 
+    def held_by(self, holder: str) -> frozenset[str]:
+        """What it said last that it holds, and what is kept for it still."""
+        return self._leases.held_by(holder)
+
     def let_go(self, name: str) -> None:
         """Of a snapshot that had followers only, and has no more."""
         self._records.touch(name)

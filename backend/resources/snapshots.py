@@ -80,6 +80,22 @@ class Snapshots:
         live = self._live.find(name)
         return self._records.get(name) if live is None else live.message()
 
+    def all(self, holder: str = "", session: str = "") -> list[Snapshot]:
+        """Live ones too, as they are now.
+
+        Args:
+            holder: only what it said last that it holds; empty: whoever does.
+            session: only what was published from it; empty: any.
+        """
+        pinned = (record.shown for record in self._records.all())
+        shown = [*pinned, *(live.message() for live in self._live.all())]
+        held = self._retention.held_by(holder)
+        return [
+            one
+            for one in shown
+            if (not holder or one.name in held) and session in ("", one.session)
+        ]
+
     def hold(self, holder: str, names: Sequence[str]) -> list[str]:
         """`names`: all that it holds from now on. Returns those that do not exist.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -12,6 +13,7 @@ from together_post_training.errors import PostTrainingError, Reason, fail
 T = TypeVar("T", int, float, bool)
 
 MAX_METADATA_BYTES = 16 * 1024
+_TEN_YEARS_S = 10 * 366 * 24 * 3600
 
 
 def optional(message: Message, field: str, default: T) -> T:
@@ -46,6 +48,19 @@ def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     if size > MAX_METADATA_BYTES:
         raise invalid("user_metadata", f"{size} bytes long", f"at most {MAX_METADATA_BYTES} bytes")
     return metadata
+
+
+def ttl_s(request: Message) -> float | None:
+    """How long a checkpoint is kept. None: until it is deleted."""
+    if not request.HasField("ttl"):
+        return None
+    ttl: Duration = getattr(request, "ttl")  # noqa: B009, for the type checker.
+    seconds = ttl.seconds + ttl.nanos / 1e9
+    if not 0 < seconds <= _TEN_YEARS_S:
+        raise invalid(
+            "ttl", f"{seconds:g} s", "more than 0 and at most ten years", "Leave it out to keep it."
+        )
+    return seconds
 
 
 def page(request: Message) -> int:

@@ -22,13 +22,20 @@ from backend.resources.sequence_records import SequenceRecord
 from backend.resources.sessions import Sessions
 from backend.resources.snapshots import Snapshots
 from backend.services import wire
+from backend.services.fields import page
+from backend.services.paging import paged
 from backend.services.policy_segments import fill_segments
 from backend.services.sample_requests import sample_call, score_call
 from backend.services.status import request_bytes
 from backend.trainer.base import ModelInfo
 from together_post_training import tensors
 from together_post_training.errors import PostTrainingError, Reason, fail
-from together_post_training.names import check_holder, live_snapshot, parse_checkpoint_path
+from together_post_training.names import (
+    check_holder,
+    check_session_id,
+    live_snapshot,
+    parse_checkpoint_path,
+)
 from together_post_training.v1 import generator_pb2 as pb
 from together_post_training.v1 import generator_pb2_grpc
 
@@ -65,6 +72,14 @@ class GeneratorService(generator_pb2_grpc.GeneratorServiceServicer):
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context):
         return self._snapshots.get(request.name)
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context):
+        found = self._snapshots.all(
+            holder=check_holder(request.holder) if request.holder else "",
+            session=check_session_id(request.session) if request.session else "",
+        )
+        shown, token = paged(found, _by_name, page(request), request.page_token)
+        return pb.ListSnapshotsResponse(snapshots=shown, next_page_token=token)
 
     async def HoldSnapshots(self, request: pb.HoldSnapshotsRequest, context: Context):
         missing = self._snapshots.hold(check_holder(request.holder), request.snapshots)
@@ -141,6 +156,10 @@ class GeneratorService(generator_pb2_grpc.GeneratorServiceServicer):
         except PostTrainingError:
             await self._sessions.find(session)  # There may be no such session any more.
             raise
+
+
+def _by_name(snapshot: pb.Snapshot) -> tuple[float, str]:
+    return 0.0, snapshot.name
 
 
 def _flow(snapshot: pb.Snapshot, context: Context) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backend.checkpoints.encryption import check_recipients
 from backend.operations.work import (
     CheckpointKind,
     LoadCheckpointWork,
@@ -13,22 +14,23 @@ from backend.operations.work import (
 )
 from backend.resources.sample_records import SampleRecords
 from backend.services import wire
-from backend.services.fields import check_metadata, invalid, optional
+from backend.services.fields import check_metadata, invalid, optional, ttl_s
 from backend.services.optimizer_requests import optim_params
 from backend.services.recorded_inputs import with_recorded
 from backend.services.routed_experts import routed_experts
 from backend.trainer.base import ModelInfo, OptimizerConfig, Pass
 from together_post_training import losses, samples, tensors
+from together_post_training.errors import Reason, fail
 from together_post_training.names import check_checkpoint_name, parse_checkpoint_path
 from together_post_training.v1 import data_pb2
 from together_post_training.v1 import trainer_pb2 as pb
 
-_TEN_YEARS_S = 10 * 366 * 24 * 3600
 _MAX_CHUNKS = 1_000_000
 
 _KINDS: dict[int, CheckpointKind] = {
     pb.CHECKPOINT_KIND_TRAINING: "training",
     pb.CHECKPOINT_KIND_INFERENCE: "inference",
+    pb.CHECKPOINT_KIND_EXTERNAL: "external",
 }
 
 _SYNC_TYPES: dict[int, SyncType] = {
@@ -98,13 +100,22 @@ def weights_sync_work(request: pb.WeightsSyncRequest) -> WeightsSyncWork:
 
 def save_checkpoint_work(request: pb.SaveCheckpointRequest) -> SaveCheckpointWork:
     if request.kind not in _KINDS:
-        raise invalid("kind", request.kind, "CHECKPOINT_KIND_TRAINING or CHECKPOINT_KIND_INFERENCE")
+        raise invalid("kind", request.kind, ", ".join(pb.CheckpointKind.keys()[1:]))
+    kind = _KINDS[request.kind]
+    if request.age_recipients and kind != "external":
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"age_recipients are set and the kind is {pb.CheckpointKind.Name(request.kind)}: only those of "
+            "CHECKPOINT_KIND_EXTERNAL can be encrypted. Leave them out, or save one of that kind.",
+            parameter="age_recipients",
+        )
     return SaveCheckpointWork(
-        kind=_KINDS[request.kind],
+        kind=kind,
         name=check_checkpoint_name(request.name),
-        ttl_s=_ttl_s(request),
+        ttl_s=ttl_s(request),
         overwrite=request.overwrite,
         user_metadata=check_metadata(dict(request.user_metadata)),
+        age_recipients=check_recipients(request.age_recipients),
     )
 
 
@@ -123,14 +134,3 @@ def _check_chunks(request: pb.ForwardBackwardRequest | pb.CustomForwardBackwardR
     num_chunks = optional(request, "num_chunks", 1)
     if not 1 <= num_chunks <= _MAX_CHUNKS:
         raise invalid("num_chunks", num_chunks, f"1 to {_MAX_CHUNKS}")
-
-
-def _ttl_s(request: pb.SaveCheckpointRequest) -> float | None:
-    if not request.HasField("ttl"):
-        return None
-    ttl_s = request.ttl.seconds + request.ttl.nanos / 1e9
-    if not 0 < ttl_s <= _TEN_YEARS_S:
-        raise invalid(
-            "ttl", f"{ttl_s:g} s", "more than 0 and at most ten years", "Leave it out to keep it."
-        )
-    return ttl_s

@@ -82,7 +82,7 @@ def test_checkpoint_that_one_server_reads_stays_whole_when_another_deletes_it(tm
 
 def test_server_that_starts_leaves_alone_what_another_one_is_writing(tmp_path: Path):
     folder = CheckpointFolder(tmp_path)
-    with folder.writing(Path("s/weights/a"), lambda version: False) as version:
+    with folder.writing(Path("s/weights/a"), lambda version: version is None) as version:
         CheckpointFolder(tmp_path)
         (version / "file").write_bytes(b"content")
     assert (tmp_path / "s/weights/a/file").read_bytes() == b"content"

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.checkpoints.manifest import ADAPTER_WEIGHTS, MANIFEST, OPTIMIZER, PEFT_CONFIG, Manifest
-from backend.checkpoints.store import PIECE_BYTES, CheckpointStore
+from backend.checkpoints.store import CheckpointStore
+from backend.checkpoints.version_files import PIECE_BYTES
 from tests.checkpoints.data import Clock, adapter, assert_same_tensors, manifest, optimizer
 from together_post_training.errors import PostTrainingError, Reason
 
