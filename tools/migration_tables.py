@@ -11,6 +11,7 @@ or refused with an error.
 from __future__ import annotations
 
 import base64
+import datetime
 import inspect
 import json
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tinker
+from tinker import types
 
 import tinker_compat
 from backend.services import wire
@@ -34,7 +36,7 @@ from together_post_training.v1 import data_pb2
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "MIGRATION.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
-CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient")
+CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
 
 _DATUM = tinker.Datum(
     model_input=tinker.ModelInput.from_ints([1, 2]),
@@ -47,20 +49,27 @@ _HANDLE = base64.urlsafe_b64encode(
 ).decode()
 # A value other than the default, by the name of the parameter: of the method if it is given, else of any.
 _PROBES: Mapping[str, Any] = {
+    "access_scope": "accessible",
     "adam_params": tinker.AdamParams(),
     "api_key": "key",
     "base_model": "model",
     "base_url": "grpc://localhost:1",
+    "checkpoint_id": "weights/name",
     "data": [_DATUM],
+    "day": datetime.date(2026, 1, 1),
     "default_headers_overrides": {"header": "value"},
+    "destination_project_id": "project",
     "detail": "text",
     "display_name": "text",
+    "ending_before": "2026-02-01",
+    "event_type": "checkpoints",
     "fn": lambda logprobs: (logprobs.sum(), {}),
     "handle": _HANDLE,
     "include_prompt_logprobs": True,
     "input_ranks": {"logprobs": 1},
     "kind": "inflight",
     "TrainingClient.forward_backward_custom.loss_fn": lambda data, lps: (lps[0].sum(), {}),
+    "limit": 5,
     "loss_fn": "ppo",
     "loss_fn_config": {"clip_low_threshold": 0.9},
     "loss_type_input": "logprobs",
@@ -68,6 +77,7 @@ _PROBES: Mapping[str, Any] = {
     "model_path": "tinker://run/sampler_weights/name",
     "name": "name",
     "num_samples": 2,
+    "offset": 5,
     "optim_params": tinker.AdamParams(),
     "optimizer": tinker.DimuonOptimizerConfig(),
     "overwrite": True,
@@ -78,26 +88,34 @@ _PROBES: Mapping[str, Any] = {
     "prompt_logprobs_last_n": 1,
     "rank": 8,
     "record_stability_info": True,
+    "request": types.SessionSearchRequest(),
     "retry_config": object(),
+    "sampler_id": "snapshots/name",
     "sampling_params": tinker.SamplingParams(),
     "seed": 1,
+    "session_id": "session",
+    "starting_on": "2026-01-01",
     "status": "errored",
     "target_prompt_logprobs": tinker.TensorData(data=[1, 2], dtype="int64", shape=[2, 1]),
+    "RestClient.get_external_weights_urls.tinker_path": "tinker://run/external_weights/name",
+    "tinker_path": "tinker://run/weights/name",
     "topk_prompt_logprobs": 1,
     "topk_sample_logprobs": 1,
     "train_attn": False,
     "train_mlp": False,
     "train_unembed": False,
+    "training_run_id": "run",
     "ttl_seconds": 3600,
     "user_metadata": {"key": "value"},
     "weights_access_token": "token",
 }
 # Given along with a parameter of a method, because it makes no sense alone.
 _ALONG = {"sample.prompt_logprobs_last_n": ("include_prompt_logprobs",)}
-# Methods that need one of these and take no two.
+# Methods that need one of these, and where there are two take no both.
 _ALTERNATIVES = {
     "optim_step": ("optim_params", "adam_params"),
     "ServiceClient.create_sampling_client": ("model_path", "base_model"),
+    "RestClient.copy_weights": ("destination_project_id",),
 }
 
 
@@ -138,14 +156,14 @@ def observe(call: Callable[[], Any]) -> Outcome:
         except (tinker.TinkerError, PostTrainingError, ValueError, TypeError) as error:
             return Outcome("refused", str(error))
     if caught:
-        return Outcome("warns", str(caught[0].message))
+        return Outcome("warns", str(caught[-1].message))
     return Outcome("accepted")
 
 
 def client_rows(name: str) -> Iterator[Row]:
     """For each public method of a client: a row for every parameter that is not simply accepted, else one row."""
     theirs, ours = getattr(tinker, name), getattr(tinker_compat, name)
-    if name == "ServiceClient":
+    if name in ("ServiceClient", "RestClient"):
         yield from _method_rows(name, theirs, ours)
     for method in sorted(vars(theirs)):
         call = f"{name}.{method}"
@@ -165,8 +183,8 @@ def client_rows(name: str) -> Iterator[Row]:
 
 def _client(cls: type) -> Any:
     client = object.__new__(cls)
-    # A ServiceClient keeps its connection in `holder`, the others in `_core`.
-    vars(client).update({"holder" if cls is tinker_compat.ServiceClient else "_core": _Core()})
+    has_holder = cls in (tinker_compat.ServiceClient, tinker_compat.RestClient)
+    vars(client).update({"holder" if has_holder else "_core": _Core()})
     return client
 
 
@@ -174,20 +192,24 @@ def _method_rows(call: str, theirs: Callable[..., Any], ours: Callable[..., Any]
     parameters = [
         p
         for p in inspect.signature(theirs).parameters.values()
-        if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.name != "self"
+        and not p.name.startswith("_")
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     alternatives = _lookup(_ALTERNATIVES, call, "") or ()
-    required = [p.name for p in parameters if p.default is p.empty] or list(alternatives[:1])
+    required = [p.name for p in parameters if p.default is p.empty] + list(alternatives[:1])
     plain = _observe_with(ours, call, required)
     if plain.kind == "refused":
         yield Row(call, plain)
         return
-    is_plain = True
+    is_plain = plain.kind == "accepted"
+    if not is_plain:
+        yield Row(call, plain)
     for name in (p.name for p in parameters):
         others = [n for n in required if n not in alternatives or name not in alternatives]
         along = _lookup(_ALONG, call, name) or ()
         outcome = _observe_with(ours, call, dict.fromkeys([*others, *along, name]))
-        if outcome.kind != "accepted":
+        if outcome != plain:
             is_plain = False
             yield Row(f"{call}({name}=...)", outcome)
     if is_plain:
@@ -273,10 +295,7 @@ def tables() -> str:
     lines = ["### Names", "", *name_lines(), ""]
     for client in CLIENTS:
         lines += [f"### {client}", "", *_section(list(client_rows(client)), client), ""]
-    others = [
-        Row(name, observe(getattr(tinker_compat, name)))
-        for name in ("RestClient", "AdminClient", "LossHandle")
-    ]
+    others = [Row(name, observe(getattr(tinker_compat, name))) for name in ("AdminClient",)]
     lines += ["### Other classes", "", *_section(others, ""), ""]
     lines += ["### What calls are given", "", *_section(list(field_rows()), ""), ""]
     lines += ["### Losses", "", *_section(list(loss_rows()), ""), ""]

@@ -6,6 +6,7 @@ A Tinker with a parameter that is not listed here fails the first test: decide, 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 
 import pytest
@@ -18,12 +19,14 @@ HONOURED, REFUSED, WARNED = "honoured", "refused", "warned"
 
 # Methods that are refused as a whole, whatever their parameters.
 REFUSED_METHODS = {
-    "ServiceClient.copy_weights",
-    "ServiceClient.create_rest_client",
-    "ServiceClient.get_console_url",
-    "TrainingClient.get_console_url",
-    "TrainingClient.save_weights_external",
-    "TrainingClient.save_weights_external_async",
+    f"RestClient.{method}{twin}"
+    for method in (
+        "assign_session_project",
+        "export_session_trace",
+        "get_audit_log",
+        "get_billing_usage",
+    )
+    for twin in ("", "_async")
 }
 # Not for callers of a client.
 INTERNAL_METHODS = {"SamplingClient.create", "SamplingClient.on_queue_state_change"}
@@ -38,6 +41,12 @@ RESUME = {
     "weights_access_token": WARNED,
     "optimizer": HONOURED,
 }
+PAGE = dict.fromkeys(["limit", "offset"], HONOURED)
+# There are no accounts: what is accessible is owned.
+SCOPE = {"access_scope": HONOURED}
+PATH = {"tinker_path": HONOURED}
+CHECKPOINT = {"training_run_id": HONOURED, "checkpoint_id": HONOURED}
+COPY = {"path": HONOURED, "ttl_seconds": HONOURED, "weights_access_token": WARNED}
 FATE: dict[str, dict[str, str]] = {
     "ServiceClient.__init__": {
         "user_metadata": HONOURED,
@@ -62,6 +71,9 @@ FATE: dict[str, dict[str, str]] = {
         **SAMPLER,
     },
     "ServiceClient.create_custom_loss": {"fn": HONOURED, "input_ranks": HONOURED},
+    "ServiceClient.copy_weights": COPY,
+    "ServiceClient.create_rest_client": {},
+    "ServiceClient.get_console_url": {},
     "ServiceClient.get_server_capabilities": {},
     "ServiceClient.get_telemetry": {},
     "TrainingClient.forward": PASS,
@@ -74,6 +86,12 @@ FATE: dict[str, dict[str, str]] = {
     "TrainingClient.optim_step": {"optim_params": HONOURED, "adam_params": HONOURED},
     "TrainingClient.save_state": SAVE,
     "TrainingClient.save_weights_for_sampler": SAVE,
+    "TrainingClient.save_weights_external": {
+        "name": HONOURED,
+        "ttl_seconds": HONOURED,
+        "age_encryption_recipients": HONOURED,
+    },
+    "TrainingClient.get_console_url": {},
     "TrainingClient.load_state": {"path": HONOURED, "weights_access_token": WARNED},
     "TrainingClient.load_state_with_optimizer": {"path": HONOURED, "weights_access_token": WARNED},
     "TrainingClient.save_weights_and_get_sampling_client": {
@@ -97,6 +115,30 @@ FATE: dict[str, dict[str, str]] = {
     "SamplingClient.get_telemetry": {},
     "SamplingClient.get_sampler_handle": {},
     "SamplingClient.from_sampler_handle": {"handle": HONOURED, "api_key": HONOURED},
+    "RestClient.__init__": dict.fromkeys(["_holder", "base_url", "api_key"], HONOURED),
+    "RestClient.copy_weights": {**COPY, "destination_project_id": WARNED},
+    "RestClient.delete_checkpoint": CHECKPOINT,
+    "RestClient.delete_checkpoint_from_tinker_path": PATH,
+    "RestClient.get_checkpoint_archive_url": CHECKPOINT,
+    "RestClient.get_checkpoint_archive_url_from_tinker_path": PATH,
+    "RestClient.get_current_checkpoint_storage_usage": {"project_id": WARNED},
+    "RestClient.get_external_weights_urls": PATH,
+    "RestClient.get_sampler": {"sampler_id": HONOURED},
+    "RestClient.get_server_capabilities": {},
+    "RestClient.get_session": {"session_id": HONOURED, **SCOPE},
+    "RestClient.get_telemetry": {},
+    "RestClient.get_training_run": {"training_run_id": HONOURED, **SCOPE},
+    "RestClient.get_training_run_by_tinker_path": {**PATH, **SCOPE},
+    "RestClient.get_weights_info_by_tinker_path": PATH,
+    "RestClient.list_checkpoints": {"training_run_id": HONOURED},
+    "RestClient.list_sessions": {**PAGE, **SCOPE},
+    "RestClient.list_training_runs": {**PAGE, **SCOPE, "project_id": WARNED},
+    "RestClient.list_user_checkpoints": PAGE,
+    "RestClient.publish_checkpoint_from_tinker_path": PATH,
+    "RestClient.search_sessions": {"request": HONOURED},
+    "RestClient.set_checkpoint_ttl_from_tinker_path": {**PATH, "ttl_seconds": HONOURED},
+    "RestClient.unpublish_checkpoint_from_tinker_path": PATH,
+    "RestClient.whoami": {},
 }
 FIELDS: dict[str, dict[str, str]] = {
     "AdamParams": dict.fromkeys(
@@ -120,19 +162,37 @@ FIELDS: dict[str, dict[str, str]] = {
         ["location", "format", "expected_tokens", "type"], REFUSED
     ),
     "DmelChunk": dict.fromkeys(["dmel", "type"], REFUSED),
+    "SessionSearchRequest": {
+        **dict.fromkeys(["session_id", "display_name", "user_metadata", "owner"], HONOURED),
+        # But for "client_finished", which is refused.
+        "statuses": HONOURED,
+        **dict.fromkeys(["limit", "cursor"], HONOURED),
+        "project_ids": WARNED,
+    },
 }
-CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient")
+CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
+
+
+def client_class(module: object, name: str) -> type:
+    """Older Tinkers do not export RestClient, and it is not for making there."""
+    return (
+        getattr(module, name, None)
+        or importlib.import_module("tinker.lib.public_interfaces.rest_client").RestClient
+    )
 
 
 def methods(module: object) -> dict[str, inspect.Signature]:
     found: dict[str, inspect.Signature] = {}
     for client in CLIENTS:
-        cls = getattr(module, client)
+        cls = client_class(module, client)
         for name, member in inspect.getmembers(cls):
             if name.startswith("_") or not callable(member):
                 continue
             found[f"{client}.{name}"] = inspect.signature(member)
-    found["ServiceClient.__init__"] = inspect.signature(module.ServiceClient.__init__)  # pyright: ignore[reportAttributeAccessIssue]
+    for client in ("ServiceClient", "RestClient"):
+        cls = getattr(module, client, None)
+        if cls is not None:
+            found[f"{client}.__init__"] = inspect.signature(cls.__init__)
     return {k: v for k, v in found.items() if k not in INTERNAL_METHODS}
 
 

@@ -15,7 +15,8 @@ def test_client_rows_tell_accepted_from_warned_and_refused():
     rows = {row.call: row.outcome for row in client_rows("TrainingClient")}
     assert rows["TrainingClient.forward_backward"] == Outcome("accepted")
     assert rows["TrainingClient.load_state(weights_access_token=...)"].kind == "warns"
-    assert rows["TrainingClient.save_weights_external"].kind == "refused"
+    rows = {row.call: row.outcome for row in client_rows("RestClient")}
+    assert rows["RestClient.get_audit_log"].kind == "refused"
 
 
 def test_field_rows_find_every_field_in_effect():
