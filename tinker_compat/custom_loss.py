@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tinker import types
@@ -106,7 +106,7 @@ def evaluate(
     import torch
 
     leaves = [torch.tensor(values).requires_grad_(True) for values in logprobs]
-    loss, metrics = _loss_and_metrics(loss_fn(data, leaves))
+    loss, metrics = _loss_and_metrics(loss_fn(cast("list[types.Datum]", data), leaves))
     value = float(loss.detach().sum().item())
     loss.backward()
     gradients = []

@@ -25,7 +25,7 @@ from tinker import types
 if TYPE_CHECKING:
     import torch.fx
 
-LossFn = Callable[[Sequence[types.Datum], list[Any]], tuple[Any, dict[str, float]]]
+LossFn = Callable[[list[types.Datum], list[Any]], tuple[Any, dict[str, float]]]
 Rank = Literal[0, 1, 2]
 
 _MAX_INPUTS = 16
@@ -143,7 +143,7 @@ def as_loss_fn(handle: LossHandle, data: Sequence[types.Datum]) -> LossFn:
         for datum in data
     ]
 
-    def loss_fn(_: Sequence[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+    def loss_fn(_: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         results = [handle.graph(lp, *read) for lp, read in zip(logprobs, inputs, strict=True)]
         for loss, _metrics in results:
             if loss.ndim != 0:
