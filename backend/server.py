@@ -83,7 +83,9 @@ class Server:
             engines.open_engines, options=config.engines, scratch=self._store.handed_out
         )
         self._factory = self._make_factory(open_engines or open_configured)
-        catalog = Catalog(config.models, load_on_demand=config.load_on_demand)
+        catalog = Catalog(
+            config.models, load_on_demand=config.load_on_demand, trusts_paths=config.embedded
+        )
         self._resources = Resources(catalog, self._open_resource)
         lifetimes = Lifetimes(
             lease_s=config.snapshot_lease_s, retention_s=config.snapshot_retention_s

@@ -17,7 +17,8 @@ from together_post_training.errors import Reason, fail
 from together_post_training.v1 import catalog_pb2
 
 _CACHE_VARIABLE = "TOGETHER_POST_TRAINING_CACHE"
-_MARKERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_BUILTIN = "builtin:"
+_MARKERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
 def get_tokenizer(holder: Holder, base_model: str) -> Any:
@@ -39,10 +40,18 @@ def get_tokenizer(holder: Holder, base_model: str) -> Any:
 
 
 def local_directory(base_model: str) -> Path | None:
-    """The model's directory, if it is one of this machine and holds a tokenizer."""
-    directory = Path(base_model).expanduser()
-    has_tokenizer = any((directory / marker).is_file() for marker in _MARKERS)
-    return directory if has_tokenizer else None
+    """The model's directory, if it is one of this machine and holds a tokenizer.
+
+    What a name says of a variant (`org/model:peft:131072`) is no part of a tokenizer's.
+    """
+    names = [base_model]
+    if not base_model.startswith(_BUILTIN):
+        names.append(base_model.partition(":")[0])
+    for name in filter(None, names):
+        directory = os.path.expanduser(name)
+        if any(os.path.isfile(os.path.join(directory, marker)) for marker in _MARKERS):
+            return Path(directory).absolute()
+    return None
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
@@ -90,4 +99,6 @@ def store(reply: catalog_pb2.GetTokenizerResponse, cache: Path) -> Path:
 def _load(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        os.fspath(directory), local_files_only=True, trust_remote_code=False
+    )

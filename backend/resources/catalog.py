@@ -1,12 +1,18 @@
-"""Which base models this server serves, under which names."""
+"""Which base models this server serves, under which names.
+
+A name may say more than the model: `org/model:peft:131072` is `org/model`, with a window of 131072 tokens.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from backend.resources.builtin import BUILTIN_MODELS
 from together_post_training.errors import PostTrainingError, Reason, fail
+
+_WITHOUT_VARIANTS = ("builtin:", "/", ".", "~")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +35,27 @@ def parse_spec(text: str) -> ModelSpec:
     return ModelSpec(name=name, path=path or name)
 
 
-class Catalog:
-    """`load_on_demand`: any model that the engines find is served when it is asked for."""
+def split_variant(name: str) -> tuple[str, int | None]:
+    """(the model's name, the window that the variant asks for, in tokens). Paths and builtin models have none."""
+    if name.startswith(_WITHOUT_VARIANTS):
+        return name, None
+    model, *variant = name.split(":")
+    window = variant[-1] if variant else ""
+    return model, int(window) if window.isascii() and window.isdigit() else None
 
-    def __init__(self, specs: tuple[ModelSpec, ...], *, load_on_demand: bool) -> None:
+
+class Catalog:
+    """`load_on_demand`: any model that the engines find is served when it is asked for.
+
+    trusts_paths: the server runs where its one client does, so that relative paths may lead anywhere.
+    """
+
+    def __init__(
+        self, specs: tuple[ModelSpec, ...], *, load_on_demand: bool, trusts_paths: bool = False
+    ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.load_on_demand = load_on_demand
+        self._trusts_paths = trusts_paths
 
     @property
     def specs(self) -> tuple[ModelSpec, ...]:
@@ -50,12 +71,26 @@ class Catalog:
         return self.specs + tuple(ModelSpec(name=name, path=name) for name in unnamed)
 
     def resolve(self, name: str) -> ModelSpec:
-        """Raises MODEL_NOT_FOUND, with the names of those that are served."""
-        if name in self._specs:
-            return self._specs[name]
-        if self.load_on_demand and name and not _escapes(name):
-            return ModelSpec(name=name, path=name)
-        raise self._unknown(name)
+        """The model of this name, or the one that it is a variant of.
+
+        Raises:
+            PostTrainingError: MODEL_NOT_FOUND, with the names of those that are served.
+        """
+        spec = self._specs.get(name) or self._specs.get(split_variant(name)[0])
+        if spec is not None:
+            return spec
+        if not self.load_on_demand or not name or "\0" in name:
+            raise self._unknown(name)
+        if ".." in Path(name).parts and not self._trusts_paths:
+            raise self._unknown(name)
+        # A directory may be called anything.
+        is_directory = os.path.isfile(os.path.join(name, "config.json"))
+        model = name if is_directory else split_variant(name)[0]
+        return ModelSpec(name=model, path=model)
+
+    def canonical(self, name: str) -> str:
+        """What `resolve` calls a model of this name that is served; others keep their name."""
+        return name if name in self._specs else split_variant(name)[0]
 
     def add(self, spec: ModelSpec) -> None:
         """One that was loaded on demand is served from then on."""
@@ -64,7 +99,8 @@ class Catalog:
     def _unknown(self, name: str) -> PostTrainingError:
         served = ", ".join(spec.name for spec in self.listed) or "none yet"
         hint = (
-            "Ask for one of those, or for any model that this server can find."
+            "Ask for one of those, or for any model that this server can find: a directory on its machine (absolute, or "
+            "relative without '..'), or a Hugging Face id in its cache."
             if self.load_on_demand
             else "Ask for one of those, or start the server with --model or --load-on-demand."
         )
@@ -74,8 +110,3 @@ class Catalog:
             model=name,
             served=served,
         )
-
-
-def _escapes(name: str) -> bool:
-    """Relative paths of a client would be looked up where the server happens to run."""
-    return ".." in Path(name).parts or "\0" in name

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from backend.resources.catalog import Catalog, ModelSpec
+from backend.resources.catalog import Catalog, ModelSpec, split_variant
 from backend.resources.resource import Resource, resource_id
 from together_post_training.errors import Reason, fail
 
@@ -28,18 +28,17 @@ class Resources:
         """The model's resource, once it is loaded.
 
         Raises:
-            PostTrainingError: MODEL_NOT_FOUND, or what kept the model from being loaded.
+            PostTrainingError: MODEL_NOT_FOUND, also for a variant with a longer window than the model has, or what kept
+                the model from being loaded.
         """
         ready = self._ready.get(base_model)
         if ready is not None:
             return ready
         spec = self.catalog.resolve(base_model)
-        task = self._opening.get(base_model)
-        if task is None:
-            task = asyncio.create_task(self._open_once(spec), name=f"open {base_model}")
-            self._opening[base_model] = task
-        # Whoever hangs up leaves the model to the others who wait for it.
-        return await asyncio.shield(task)
+        resource = self._ready.get(spec.name) or await self._load(spec)
+        if spec.name != base_model:
+            _check_window(base_model, resource)
+        return resource
 
     async def open_all(self) -> None:
         for spec in self.catalog.specs:
@@ -68,6 +67,14 @@ class Resources:
         for resource in self._ready.values():
             await resource.close()
 
+    async def _load(self, spec: ModelSpec) -> Resource:
+        task = self._opening.get(spec.name)
+        if task is None:
+            task = asyncio.create_task(self._open_once(spec), name=f"open {spec.name}")
+            self._opening[spec.name] = task
+        # Whoever hangs up leaves the model to the others who wait for it.
+        return await asyncio.shield(task)
+
     async def _open_once(self, spec: ModelSpec) -> Resource:
         log.info("loading %r", spec.name)
         try:
@@ -78,3 +85,18 @@ class Resources:
         self.catalog.add(spec)
         log.info("loaded %r", spec.name)
         return resource
+
+
+def _check_window(base_model: str, resource: Resource) -> None:
+    _, wanted = split_variant(base_model)
+    window = resource.model.limits.max_seq_length
+    if wanted is not None and wanted > window:
+        raise fail(
+            Reason.MODEL_NOT_FOUND,
+            f"Base model {base_model!r} asks for a window of {wanted} tokens, and {resource.name!r} has {window}. Ask "
+            f"for that, or start the server with --model {base_model}=PATH and a model whose config.json has the "
+            "window.",
+            model=base_model,
+            window=window,
+            wanted=wanted,
+        )

@@ -120,8 +120,8 @@ class Sessions:
         return resource
 
     async def get(self, session_id: str) -> pb.Session:
-        """Also of earlier servers. Raises SESSION_NOT_FOUND."""
-        session = self.running(session_id)
+        """Also of earlier servers. To look at it is not to be heard of it. Raises SESSION_NOT_FOUND."""
+        session = self._running.get(session_id)
         return (await self._entry(session_id)).session if session is None else session.message()
 
     async def list(self) -> list[pb.Session]:
@@ -179,7 +179,8 @@ class Sessions:
     async def _create(self, session_id: str, new: NewSession, digest: bytes) -> Session:
         try:
             loaded = await self._load(new)
-            base_model = new.base_model if loaded is None else loaded.manifest.base_model
+            # A variant of the checkpoint's model says which window it needs.
+            base_model = new.base_model or (loaded.manifest.base_model if loaded else "")
             resource = await self._resources.get(base_model)
             weights, optimizer = _configuration(new, loaded)
             if isinstance(weights, LoraConfig):
@@ -206,7 +207,7 @@ class Sessions:
             self._checkpoints.load, new.resume_from, optimizer=new.load_optimizer
         )
         if new.base_model:
-            check_base_model(loaded, new.base_model)
+            check_base_model(loaded, self._resources.catalog.canonical(new.base_model))
         return loaded
 
     async def _keep(self, resource: Resource, session: Session, digest: bytes) -> None:

@@ -12,7 +12,8 @@ import grpc.aio
 from backend.resources.builtin import BUILTIN_MODELS
 from backend.resources.catalog import ModelSpec
 from backend.resources.resources import Resources
-from together_post_training.errors import Reason, fail
+from backend.trainer import model_directory
+from together_post_training.errors import PostTrainingError, Reason, fail
 from together_post_training.v1 import catalog_pb2 as pb
 from together_post_training.v1 import catalog_pb2_grpc
 
@@ -27,12 +28,14 @@ _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
 )
 
@@ -42,18 +45,20 @@ class CatalogService(catalog_pb2_grpc.CatalogServiceServicer):
         self._resources = resources
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context):
-        return pb.ListModelsResponse(
-            models=[self._model(spec) for spec in self._resources.catalog.listed]
-        )
+        listed = self._resources.catalog.listed
+        if self._resources.catalog.load_on_demand:
+            names = {spec.name for spec in listed}
+            cached = await asyncio.to_thread(model_directory.cached_models)
+            listed += tuple(ModelSpec(name=n, path=n) for n in cached if n not in names)
+        waiting = [spec for spec in listed if self._resources.ready(spec.name) is None]
+        lengths = await asyncio.to_thread(lambda: {s.name: _known_length(s) for s in waiting})
+        models = [self._model(spec, lengths.get(spec.name)) for spec in listed]
+        return pb.ListModelsResponse(models=models)
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context):
         resource = await self._resources.get(request.base_model)
         if resource.tokenizer_dir is None:
-            raise fail(
-                Reason.UNIMPLEMENTED,
-                f"Model {request.base_model!r} has no tokenizer: send token ids.",
-                model=request.base_model,
-            )
+            raise _no_tokenizer(request.base_model, resource.model.location)
         return await asyncio.to_thread(_read_tokenizer, resource.tokenizer_dir)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context):
@@ -63,13 +68,14 @@ class CatalogService(catalog_pb2_grpc.CatalogServiceServicer):
             max_chunk_bytes=MAX_CHUNK_BYTES,
         )
 
-    def _model(self, spec: ModelSpec) -> pb.Model:
+    def _model(self, spec: ModelSpec, max_context_length: int | None) -> pb.Model:
+        """`max_context_length`: where the model is not loaded, what is known of it."""
         resource = self._resources.ready(spec.name)
         if resource is None:
             known = BUILTIN_MODELS.get(spec.path)
             return pb.Model(
                 name=spec.name,
-                max_context_length=None if known is None else known.max_seq_length,
+                max_context_length=max_context_length,
                 trainable=True,
                 sampleable=True,
                 vocab_size=None if known is None else known.vocab_size,
@@ -83,6 +89,23 @@ class CatalogService(catalog_pb2_grpc.CatalogServiceServicer):
             architecture=resource.model.architecture,
             vocab_size=resource.model.limits.vocab_size,
         )
+
+
+def _known_length(spec: ModelSpec) -> int | None:
+    """Of a model that is not loaded."""
+    known = BUILTIN_MODELS.get(spec.path)
+    return known.max_seq_length if known else model_directory.max_context_length(spec.path)
+
+
+def _no_tokenizer(model: str, location: str) -> PostTrainingError:
+    message = f"Model {model!r} has no tokenizer: send token ids."
+    if location:
+        message = (
+            f"Model {model!r} has no tokenizer: {location} has none of "
+            f"{', '.join(model_directory.TOKENIZER_FILES)}. Copy it there and start the server again, or send token "
+            "ids."
+        )
+    return fail(Reason.UNIMPLEMENTED, message, model=model)
 
 
 def server_version() -> str:

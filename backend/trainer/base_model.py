@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from backend.trainer import builtin_models, storage
+from backend.trainer import builtin_models, model_directory, storage
 from backend.trainer.base import ModelInfo
 from backend.trainer.routers import experts_of
 from together_post_training.errors import PostTrainingError, Reason, fail
@@ -126,15 +130,16 @@ def load(
             are exactly those of the rounded weights; bfloat16 on a GPU. Log-probabilities are float32 always.
 
     Raises:
-        PostTrainingError: MODEL_NOT_FOUND; INCOMPATIBLE_CHECKPOINT when the weights do not fit the architecture;
-            UNIMPLEMENTED for a feature that the engines do not compute; INVALID_ARGUMENT for a GPU that is not there.
+        PostTrainingError: MODEL_NOT_FOUND, naming the files that are missing; INCOMPATIBLE_CHECKPOINT when the weights
+            cannot be read or do not fit the architecture; UNIMPLEMENTED for an architecture or a feature that the
+            engines do not compute; INVALID_ARGUMENT for a GPU that is not there.
     """
     place = find_device(device)
     kept = default_dtype(place) if dtype == "auto" else _DTYPES[dtype]
     source = path or name
     directory = find(source)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    check_supported(config)
+    check_supported(_read_config(source, directory))
+    model_directory.check_weights(source, directory)
     module = _load_module(source, directory, kept)
     if kept == torch.bfloat16 and place.type == "cpu" and compute == "auto":
         storage.compute_in_float32(module)
@@ -142,7 +147,7 @@ def load(
     return BaseModel(
         info=_describe(name, directory, module),
         module=module,
-        tokenizer_dir=directory if _has_tokenizer(directory) else None,
+        tokenizer_dir=directory if model_directory.has_tokenizer(directory) else None,
     )
 
 
@@ -188,28 +193,46 @@ def _unsupported(config: PretrainedConfig, what: str) -> PostTrainingError:
 
 
 def find(source: str) -> Path:
-    """The directory of a model in Hugging Face's format; see `load`. Raises MODEL_NOT_FOUND."""
+    """The directory of a model in Hugging Face's format; see `load` and `model_directory.find`."""
     if source.startswith(builtin_models.PREFIX):
         return builtin_models.directory(source)
-    if (Path(source).expanduser() / "config.json").is_file():
-        return Path(source).expanduser().resolve()
-    cached = _cached_snapshot(source)
-    if cached is not None:
-        return cached
-    raise fail(
-        Reason.MODEL_NOT_FOUND,
-        f"Model {source!r} was not found: it is neither a directory with a config.json, nor in the local Hugging "
-        f"Face cache, nor one of {', '.join(builtin_models.NAMES)}. Download it first "
-        f"(`hf download {source}`), or give a directory.",
-        model=source,
-    )
+    return model_directory.find(source)
 
 
-def _cached_snapshot(source: str) -> Path | None:
+def _read_config(source: str, directory: Path) -> PretrainedConfig:
+    """Raises UNIMPLEMENTED for an architecture that there is no causal language model of."""
+    said = model_directory.read_config(source, directory)
+    architecture = said["model_type"]
     try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError):
+        raise _no_language_model(source, architecture, own_code="auto_map" in said) from None
+    except (OSError, TypeError, AttributeError) as error:
+        raise model_directory.damaged(
+            source, directory, model_directory.CONFIG, str(error)
+        ) from None
+    has_window = isinstance(getattr(config, "max_position_embeddings", None), int)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not has_window:
+        raise _no_language_model(source, architecture, own_code=False)
+    return config
+
+
+def _no_language_model(source: str, architecture: str, *, own_code: bool) -> PostTrainingError:
+    why = (
+        "its code lies beside its weights, and is not run"
+        if own_code
+        else f"transformers {transformers.__version__} has no causal language model of that kind with a window of "
+        "positions"
+    )
+    return fail(
+        Reason.UNIMPLEMENTED,
+        f"Model {source!r} has the architecture {architecture!r} (model_type in its config.json), which cannot be "
+        f"served: {why}.",
+        model=source,
+        model_type=architecture,
+    )
 
 
 def _load_module(source: str, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -291,8 +314,3 @@ def _eos_tokens(module: PreTrainedModel) -> tuple[int, ...]:
         if eos is not None:
             return (eos,) if isinstance(eos, int) else tuple(eos)
     return ()
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    return any((directory / name).is_file() for name in names)

@@ -186,7 +186,9 @@ def test_architecture_whose_layers_are_not_known_is_refused_by_name(tmp_path: Pa
 def test_unknown_model_is_not_found(name):
     message = refusal(Reason.MODEL_NOT_FOUND, name)
     assert name in message
-    assert "builtin:tiny" in message
+    assert "no directory /" in message
+    assert "give a directory" in message
+    assert (f"`hf download {name}`" in message) == (name == "nobody/no-such-model")
 
 
 def test_unknown_builtin_is_not_found():
