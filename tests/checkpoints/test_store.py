@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from backend.checkpoints.manifest import ADAPTER_WEIGHTS, MANIFEST, OPTIMIZER, PEFT_CONFIG, Manifest
 from backend.checkpoints.store import CheckpointStore
@@ -291,47 +289,3 @@ def test_listing_is_newest_first(store: CheckpointStore):
     for name, time_s in (("a", 5.0), ("b", 7.0), ("c", 6.0)):
         save(store, manifest(name, create_time_s=time_s))
     assert [m.name for m in store.list()] == ["b", "c", "a"]
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["save", "overwrite", "delete", "expire"]), st.sampled_from("ab")
-        ),
-        max_size=15,
-    )
-)
-def test_store_equals_a_dictionary_of_names(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str]]
-):
-    """Law 13: what is visible is what was saved last and neither deleted nor expired, whole."""
-    clock = Clock()
-    store = CheckpointStore(tmp_path_factory.mktemp("store"), clock)
-    model: dict[str, int] = {}
-    for seed, (action, name) in enumerate(steps, start=1):
-        made = manifest(name, kind="inference", policy_version=seed)
-        match action:
-            case "save" if name in model:
-                assert reason_of(save, store, made, seed).reason == Reason.CHECKPOINT_EXISTS
-            case "save" | "overwrite":
-                save(store, made, seed, overwrite=action == "overwrite")
-                model[name] = seed
-            case "delete" if name in model:
-                store.delete(made.path)
-                del model[name]
-            case "delete":
-                assert reason_of(store.delete, made.path).reason == Reason.CHECKPOINT_NOT_FOUND
-            case "expire":
-                store.save(
-                    manifest(name, kind="inference", expire_time_s=clock.now + 1),
-                    adapter(),
-                    None,
-                    overwrite=True,
-                )
-                clock.now += 1
-                model.pop(name, None)
-        assert {m.name: m.policy_version for m in store.list()} == model
-        for kept, kept_seed in model.items():
-            loaded = store.load(manifest(kept, kind="inference").path, optimizer=False)
-            assert_same_tensors(loaded.weights, adapter(kept_seed))

@@ -93,3 +93,6 @@ def test_name_is_held_if_and_only_if_a_holder_that_is_not_silent_said_it_last(ev
         left = set().union(*silent.values())
         assert {name for name in "vwxyz" if leases.is_held(name)} == held
         assert not {name for name in held | left if leases.is_let_go(name)}
+        for holder in "abc":
+            mine = said[holder][0] if holder in said else silent.get(holder, set())
+            assert leases.held_by(holder) == mine
