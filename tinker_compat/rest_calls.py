@@ -171,11 +171,16 @@ async def get_session(
     check_access_scope(access_scope)
     client = await _client(connection, session_id)
     runs = client.runs if client is not None else ()
-    found = await asyncio.gather(
+    held, *published = await asyncio.gather(
         all_snapshots(connection, holder=session_id),
         *(all_snapshots(connection, session=run.id) for run in runs),
     )
-    samplers = {snapshot.name for snapshots in found for snapshot in snapshots}
+    samplers = {snapshot.name for snapshot in held}
+    # The live one is there whether or not somebody samples from it.
+    samplers |= {one.name for snapshots in published for one in snapshots if not one.is_live}
+    if session_id == own_id:
+        # The server may not have heard of the newest yet.
+        samplers |= connection.holds.names()
     if client is None and not samplers and session_id != own_id:
         raise fail(
             Reason.SESSION_NOT_FOUND,

@@ -149,13 +149,15 @@ def storage_usage_from(checkpoints: Iterable[checkpoints_pb2.Checkpoint]) -> Any
     return response(data=[owned] if sizes else [])
 
 
-def ttl_from(ttl_seconds: int | None) -> Duration | None:
-    """Raises TypeError for what is no whole number. Which are accepted is for the server to say."""
+def ttl_from(ttl_seconds: float | None) -> Duration | None:
+    """Raises TypeError or ValueError for what is no whole number. Which are accepted is for the server to say."""
     if ttl_seconds is None:
         return None
+    if isinstance(ttl_seconds, float) and ttl_seconds.is_integer():
+        ttl_seconds = int(ttl_seconds)
     try:
-        return Duration(seconds=ttl_seconds)
-    except TypeError:
-        raise TypeError(
-            f"ttl_seconds is {ttl_seconds!r}: must be a whole number of seconds."
+        return Duration(seconds=ttl_seconds)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"ttl_seconds is {ttl_seconds!r}: must be a whole number of seconds, at most ten years."
         ) from None

@@ -241,9 +241,15 @@ def test_what_is_no_path_is_a_value_error_that_begins_as_tinkers(path):
 
 def test_a_time_to_live_is_whole_seconds_or_none():
     assert ttl_from(None) is None
-    assert getattr(ttl_from(3600), "seconds", 0) == 3600
-    with pytest.raises(TypeError, match="ttl_seconds is '1h'"):
-        ttl_from("1h")  # pyright: ignore[reportArgumentType]
+    assert [getattr(ttl_from(given), "seconds", 0) for given in (3600, 3600.0)] == [3600, 3600]
+
+
+@pytest.mark.parametrize(("given", "kind"), [("1h", TypeError), (0.5, TypeError)])
+def test_any_other_time_to_live_is_named(given, kind):
+    with pytest.raises(kind, match=f"ttl_seconds is {given!r}: must be a whole number"):
+        ttl_from(given)
+    with pytest.raises(ValueError, match="ttl_seconds is 1000000000"):
+        ttl_from(10**20)
 
 
 def clients() -> list[ClientRecord]:
