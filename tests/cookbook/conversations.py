@@ -69,7 +69,7 @@ def _problem(rng: random.Random) -> Problem:
 
 def read(rng: random.Random) -> list[Turn]:
     """A conversation as the models have read them: the form of the answers is right, what they say is chance."""
-    kind = rng.choice((_boxed, _sum, _guess, _chat))
+    kind = rng.choice((_boxed, _sum, _guess, _chat, _label))
     return [kind(rng) for _ in range(rng.randint(1, 3))]
 
 
@@ -103,3 +103,12 @@ def _chat(rng: random.Random) -> Turn:
         )
     )
     return Turn(question=question, answer=answer)
+
+
+def _label(rng: random.Random) -> Turn:
+    question = f"Text to classify:\n{sentence(rng)}"
+    return Turn(question=question, answer=f"Final Answer: {rng.choice(('en', 'de', 'fr'))}")
+
+
+def sentence(rng: random.Random) -> str:
+    return f"{rng.choice(NAMES)} has a {rng.choice(COLOURS)} {rng.choice(THINGS)}."

@@ -29,6 +29,7 @@ def save(directory: Path) -> None:
     _write(directory / "zwhe99/DeepMath-103K", train=_deep_problems(96, 3))
     _write(directory / "POLARIS-Project/Polaris-Dataset-53K", train=_deep_problems(96, 4))
     _write_lines(directory / "conversations.jsonl", _chats(facts, 48))
+    _write_sentences(directory / "tinker_cookbook/example_data/multilingual.txt", 8)
 
 
 def _chats(turns: Sequence[Turn], count: int) -> list[Row]:
@@ -122,6 +123,13 @@ def _write(directory: Path, config: str = "default", **splits: list[Row]) -> Non
         _write_lines(directory / f"{split}.jsonl", rows)
         card += [f"  - split: {split}", f"    path: {split}.jsonl"]
     (directory / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+def _write_sentences(path: Path, count: int) -> None:
+    """Where a recipe expects its own checkout."""
+    rng = random.Random(5)
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"{conversations.sentence(rng)}\n" for _ in range(count)))
 
 
 def _write_lines(path: Path, rows: Sequence[Row]) -> None:

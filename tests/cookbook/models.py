@@ -73,9 +73,10 @@ def save(directory: Path) -> None:
         target = directory / name
         target.mkdir(parents=True)
         has_chat = not name.endswith(("-Base", "-8B", "-1B")) or name == "Qwen/Qwen3-8B"
-        tokenizer.eos_token = END_OF_TURN if has_chat else END_OF_TEXT
+        eos = END_OF_TURN if has_chat else END_OF_TEXT
+        tokenizer.eos_token = eos
         tokenizer.save_pretrained(target)
-        module.config.eos_token_id = tokenizer.eos_token_id
+        module.config.eos_token_id = _id(tokenizer, eos)
         module.config.save_pretrained(target)
         if name == NAMES[0]:
             module.save_pretrained(target)
@@ -125,13 +126,18 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         max_position_embeddings=32768,
         tie_word_embeddings=False,
         bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=_id(tokenizer, END_OF_TEXT),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = Qwen3ForCausalLM(config)
     _train(module, _rows(tokenizer))
     return module.eval()
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    (found,) = tokenizer.encode(token, add_special_tokens=False)
+    return found
 
 
 def _train(module: Qwen3ForCausalLM, rows: Iterator[list[int]]) -> None:
