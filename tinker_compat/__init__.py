@@ -33,7 +33,9 @@ from typing import Any
 import tinker as _tinker
 from tinker import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary]
 
+from tinker_compat import additions as _additions
 from tinker_compat import aliases as _aliases
+from tinker_compat import children as _children
 from tinker_compat.loss_handle import LossHandle, PerDatumLossFn
 from tinker_compat.rest_client import RestClient
 from tinker_compat.sampling_client import BackcompatSamplingClientFuture, SamplingClient
@@ -41,6 +43,15 @@ from tinker_compat.service_client import ServiceClient
 from tinker_compat.substitution import Substitution as _Substitution
 from tinker_compat.training_client import BackcompatTrainingClientFuture, TrainingClient
 from tinker_compat.unsupported import AdminClient
+
+# What the installed version lacks and another has.
+_missing = _additions.missing("")
+globals().update(_missing)
+# Submodules of ours whose names the star import took for Tinker's.
+_aliases.register()
+auth = importlib.import_module(f"{__name__}.auth")
+types = importlib.import_module(f"{__name__}.types")
+_substitution = _Substitution()
 
 __all__ = _tinker.__all__ + [  # noqa: RUF005 - the one form that linters and type checkers read
     "AdminClient",
@@ -52,23 +63,9 @@ __all__ = _tinker.__all__ + [  # noqa: RUF005 - the one form that linters and ty
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
+    "auth",
+    *_missing,
 ]
-
-_CLIENTS: dict[str, type] = {
-    client.__name__: client
-    for client in (
-        AdminClient,
-        BackcompatSamplingClientFuture,
-        BackcompatTrainingClientFuture,
-        LossHandle,
-        RestClient,
-        SamplingClient,
-        ServiceClient,
-        TrainingClient,
-    )
-}
-_aliases.install(_CLIENTS)
-_substitution = _Substitution(_CLIENTS)
 
 
 def install() -> None:
@@ -81,20 +78,24 @@ def install() -> None:
         RuntimeError: naming what already uses Tinker's own clients. Nothing is changed then.
     """
     _substitution.make()
+    _children.set_up(install)
 
 
 def uninstall() -> None:
     """Gives `tinker` its own clients back. What was imported in between keeps ours."""
     _substitution.undo()
+    _children.forget(install)
 
 
 def __getattr__(name: str) -> Any:
     """What tinker has without exporting it: submodules and a few classes."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if lack := _additions.explain_lack(name):
+        raise AttributeError(lack)
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in (f"{__name__}.{name}", f"tinker.{name}"):
+        if error.name != f"{__name__}.{name}":
             raise
     return getattr(_tinker, name)

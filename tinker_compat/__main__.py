@@ -11,13 +11,12 @@ installed.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from types import ModuleType
 
 import tinker_compat
 from tinker_compat import runner
-from tinker_compat.aliases import SWAPPED
+from tinker_compat.aliases import swap_in
+from tinker_compat.children import set_up
 
 
 def main(arguments: list[str]) -> None:
@@ -39,28 +38,7 @@ def main(arguments: list[str]) -> None:
 def prepare() -> None:
     tinker_compat.install()
     swap_in()
-
-
-def swap_in() -> None:
-    """Puts this package in the place of `together.post_training.tinker`, leaving what is around it."""
-    parent, _, name = SWAPPED.rpartition(".")
-    try:
-        package = importlib.import_module(parent)
-    except ModuleNotFoundError:
-        package = _make_package(parent)
-    sys.modules[SWAPPED] = tinker_compat
-    setattr(package, name, tinker_compat)
-
-
-def _make_package(fullname: str) -> ModuleType:
-    if fullname in sys.modules:
-        return sys.modules[fullname]
-    package = sys.modules[fullname] = ModuleType(fullname)
-    package.__path__ = []
-    parent, _, name = fullname.rpartition(".")
-    if parent:
-        setattr(_make_package(parent), name, package)
-    return package
+    set_up(swap_in)
 
 
 if __name__ == "__main__":

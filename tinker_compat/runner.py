@@ -12,6 +12,7 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
 
 USAGE_STATUS = 2
 
@@ -114,6 +115,6 @@ def _set_first_path(path: str) -> None:
         sys.path[0] = path
 
 
-def _stop(message: str) -> None:
+def _stop(message: str) -> NoReturn:
     print(f"python -m tinker_compat: {message}", file=sys.stderr)
     sys.exit(USAGE_STATUS)

@@ -6,49 +6,46 @@ exceptions stay Tinker's, its modules stay themselves, and no import hook is nee
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
+import tinker_compat
+from tinker_compat.additions import ADDITIONS, REPLACEMENTS, explain_lack, genuine, missing
+
 GENUINE = "tinker"
-# Modules that hold clients and that older versions do not load by themselves.
-_LAZY = ("lib.public_interfaces.rest_client",)
+# It holds a client, and 0.23.1 loads it only when it is asked for one.
+_LAZY = "lib.public_interfaces.rest_client"
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One name of one of Tinker's modules; `before` is _ABSENT for a name that it did not have."""
+    """An entry of a module's namespace, or of sys.modules. `before` is _ABSENT for one that was not there."""
 
-    module: ModuleType
+    namespace: dict[str, object]
     name: str
     before: object
     after: object
 
     def apply(self) -> None:
-        setattr(self.module, self.name, self.after)
+        self.namespace[self.name] = self.after
 
     def revert(self) -> None:
-        if self.before is _ABSENT:
-            vars(self.module).pop(self.name, None)
+        if self.before is not _ABSENT:
+            self.namespace[self.name] = self.before
         else:
-            setattr(self.module, self.name, self.before)
+            self.namespace.pop(self.name, None)
 
 
 class Substitution:
-    """Of `replacements`, by the names that they have in Tinker's modules."""
+    """Owned by the package: there is one `tinker` in a process."""
 
-    def __init__(self, replacements: Mapping[str, object]) -> None:
-        self._replacements = replacements
+    def __init__(self) -> None:
         self._changes: list[_Change] = []
-
-    @property
-    def is_made(self) -> bool:
-        return bool(self._changes)
 
     def make(self) -> None:
         """Does nothing the second time.
@@ -56,19 +53,20 @@ class Substitution:
         Raises:
             RuntimeError: when something outside `tinker` has got hold of Tinker's own already. Nothing is changed.
         """
-        if self.is_made:
+        if self._changes:
             return
-        changes = list(self._plan())
-        replaced = [c.before for c in changes if c.before is not _ABSENT]
-        if users := sorted(set(_users_of(replaced))):
+        # Loaded first, so that the names that have to change are there.
+        genuine(_LAZY)
+        replacements = list(_replacements())
+        if users := sorted(set(_users_of([change.before for change in replacements]))):
             raise RuntimeError(
                 f"tinker_compat.install() comes too late: {', '.join(users)} would go on using Tinker's own service. "
-                "Call it first in the program, before those are imported or made, or run the program as "
+                "Call it before they are imported or made, or run the program as "
                 "`python -m tinker_compat script.py`."
             )
-        for change in changes:
+        self._changes = [*replacements, *_additions()]
+        for change in self._changes:
             change.apply()
-        self._changes = changes
 
     def undo(self) -> None:
         """What was imported in between keeps our clients."""
@@ -76,19 +74,43 @@ class Substitution:
             change.revert()
         self._changes = []
 
-    def _plan(self) -> Iterator[_Change]:
-        top = importlib.import_module(GENUINE)
-        for name in _LAZY:
-            with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module(f"{GENUINE}.{name}")
-        for module in _own_modules():
-            for name, ours in self._replacements.items():
-                value = vars(module).get(name, _ABSENT)
-                if isinstance(value, type) and value is not ours:
-                    yield _Change(module, name, value, ours)
-        for name, ours in self._replacements.items():
-            if name not in vars(top):
-                yield _Change(top, name, _ABSENT, ours)
+
+def _replacements() -> Iterator[_Change]:
+    for module in _own_modules():
+        for name, ours in REPLACEMENTS.items():
+            value = vars(module).get(name, _ABSENT)
+            if callable(value) and value is not ours:
+                yield _Change(vars(module), name, value, ours)
+
+
+def _additions() -> Iterator[_Change]:
+    """Names that the installed version lacks, and modules of such names."""
+    for name in ADDITIONS:
+        theirs = genuine(name)
+        if theirs is not None:
+            for added, value in missing(name).items():
+                yield _Change(vars(theirs), added, _ABSENT, value)
+            continue
+        module = importlib.import_module(f"{tinker_compat.__name__}.{name}")
+        yield _Change(sys.modules, f"{GENUINE}.{name}", _ABSENT, module)  # pyright: ignore[reportArgumentType]
+        parent, _, last = name.rpartition(".")
+        yield _Change(vars(genuine(parent)), last, _ABSENT, module)
+    top = sys.modules[GENUINE]
+    exported = sorted({*vars(top)["__all__"], *tinker_compat.__all__})
+    yield _Change(vars(top), "__all__", vars(top)["__all__"], exported)
+    for name in ("", "types"):
+        yield _Change(vars(genuine(name)), "__getattr__", _ABSENT, _explainer(name))
+
+
+def _explainer(module: str) -> Callable[[str], object]:
+    """A module's `__getattr__`: what is not there says so as always, or which version has it."""
+
+    def explain(name: str) -> object:
+        lack = explain_lack(f"{module}.{name}".lstrip("."))
+        fullname = f"{GENUINE}.{module}".rstrip(".")
+        raise AttributeError(lack or f"module {fullname!r} has no attribute {name!r}")
+
+    return explain
 
 
 def _own_modules() -> list[ModuleType]:
@@ -100,7 +122,7 @@ def _is_own(module: str) -> bool:
 
 
 def _users_of(replaced: list[object]) -> Iterator[str]:
-    """Modules, classes and instances outside `tinker` that go on using what is replaced."""
+    """Modules, classes and instances outside `tinker` that would go on using what is replaced."""
     ids = {id(value) for value in replaced}
     own = {id(module) for module in _own_modules()}
     for module_name, module in list(sys.modules.items()):
@@ -108,11 +130,16 @@ def _users_of(replaced: list[object]) -> Iterator[str]:
             for name, value in list(vars(module).items()):
                 if id(value) in ids:
                     yield f"{module_name}.{name}"
-    classes = tuple(value for value in replaced if isinstance(value, type))
-    for base in classes:
-        for derived in base.__subclasses__():
-            if not _is_own(derived.__module__):
-                yield f"{derived.__module__}.{derived.__qualname__}"
+    classes = {kind for value in replaced if isinstance(value, type) for kind in _family(value)}
+    for kind in classes:
+        if not _is_own(kind.__module__):
+            yield f"{kind.__module__}.{kind.__qualname__}"
     for instance in gc.get_objects():
-        if issubclass(type(instance), classes):
+        if type(instance) in classes:
             yield f"a {type(instance).__name__} that was made already"
+
+
+def _family(kind: type) -> Iterator[type]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _family(derived)

@@ -12,6 +12,7 @@ import pytest
 import tinker
 
 import tinker_compat
+from tinker_compat.additions import ADDITIONS
 
 REPOSITORY = Path(__file__).parents[2]
 OURS = {
@@ -22,9 +23,10 @@ OURS = {
     "SamplingClient",
     "ServiceClient",
     "TrainingClient",
+    # Modules with names that Tinker's lack.
+    "auth",
+    "types",
 }
-# Tinker's own, and ours where an older Tinker has none.
-SINCE_OLDER = {"LossHandle", "PerDatumLossFn"}
 
 
 # Tinker does without torch, which takes seconds to import; and whatever insists on it fails here.
@@ -49,7 +51,15 @@ def test_every_exported_name_is_tinkers_own_object_but_for_the_clients():
     for name in tinker.__all__:
         is_same = getattr(tinker_compat, name) is getattr(tinker, name)
         assert is_same != (name in OURS), name
-    assert set(tinker.__all__) | OURS | SINCE_OLDER == set(tinker_compat.__all__)
+    # ... and, where the installed version lacks names of another, ours.
+    assert set(tinker.__all__) | OURS | set(ADDITIONS[""]) == set(tinker_compat.__all__)
+    assert all(hasattr(tinker_compat, name) for name in tinker_compat.__all__)
+
+
+def test_types_are_tinkers_own_in_our_module_of_them():
+    classes = {n: v for n, v in vars(tinker.types).items() if isinstance(v, type)}
+    assert len(classes) > 50
+    assert all(getattr(tinker_compat.types, name) is value for name, value in classes.items())
 
 
 def test_both_names_are_the_same_module():
@@ -72,7 +82,7 @@ from {package}.types.tensor_data import TensorData
 import {package}.types.datum as datum_module
 import {package} as swapped
 import tinker
-assert types is tinker.types is swapped.types
+assert types is swapped.types and types.Datum is Datum
 assert Datum is tinker.Datum is datum_module.Datum
 assert TensorData is tinker.TensorData is swapped.types.tensor_data.TensorData
 assert datum_module is sys.modules['tinker.types.datum']
