@@ -17,7 +17,8 @@ from together_post_training.errors import Reason, fail
 from together_post_training.v1 import catalog_pb2
 
 _CACHE_VARIABLE = "TOGETHER_POST_TRAINING_CACHE"
-_BUILTIN = "builtin:"
+# Paths, and models of the server's own.
+_WITHOUT_VARIANTS = ("builtin:", "/", ".", "~")
 _MARKERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
@@ -45,7 +46,7 @@ def local_directory(base_model: str) -> Path | None:
     What a name says of a variant (`org/model:peft:131072`) is no part of a tokenizer's.
     """
     names = [base_model]
-    if not base_model.startswith(_BUILTIN):
+    if not base_model.startswith(_WITHOUT_VARIANTS):
         names.append(base_model.partition(":")[0])
     for name in filter(None, names):
         directory = os.path.expanduser(name)
