@@ -104,7 +104,7 @@ class CheckpointStore:
 
     def set_ttl(self, path: CheckpointPath, ttl_s: float | None) -> Manifest:
         """Counted from now; None: it never expires. Raises CHECKPOINT_NOT_FOUND."""
-        expire_time_s = self._in(ttl_s)
+        expire_time_s = _after(self._clock(), ttl_s)
         return self._change(path, lambda manifest: replace(manifest, expire_time_s=expire_time_s))
 
     def publish(self, path: CheckpointPath) -> Manifest:
@@ -134,11 +134,12 @@ class CheckpointStore:
             PostTrainingError: CHECKPOINT_NOT_FOUND, CHECKPOINT_EXISTS, INCOMPATIBLE_CHECKPOINT.
         """
         with self._reading(path) as (version, source):
+            now = self._clock()
             made = replace(
                 source,
                 session=session,
-                create_time_s=self._clock(),
-                expire_time_s=self._in(ttl_s),
+                create_time_s=now,
+                expire_time_s=_after(now, ttl_s),
                 is_public=False,
                 copied_from=str(path),
             )
@@ -252,9 +253,6 @@ class CheckpointStore:
             if version is not None and manifest is not None:
                 yield link, version, manifest
 
-    def _in(self, ttl_s: float | None) -> float | None:
-        return None if ttl_s is None else self._clock() + ttl_s
-
     def _may_replace(self, path: CheckpointPath, version: Path | None, overwrite: bool) -> bool:
         """Nothing, and an expired one, always; never another's, whose name differs only where the file system sees no
         difference.
@@ -290,6 +288,10 @@ class CheckpointStore:
             except (ValueError, KeyError, TypeError) as error:
                 raise refusals.unreadable_manifest(version, error) from None
         return self._manifests[version]
+
+
+def _after(now_s: float, ttl_s: float | None) -> float | None:
+    return None if ttl_s is None else now_s + ttl_s
 
 
 def _relative(path: CheckpointPath) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,20 +104,19 @@ def test_external_checkpoint_of_full_weights_is_a_whole_model(
     identity, recipient = key()
     weights = FullWeights(tensors={"model.norm.weight": np.ones(4, np.float32)})
     base = base_model.load("builtin:tiny", device="cpu").info.location
-    made, inference = (
-        store.save(
-            manifest(kind=kind, weights=FullConfig()),
+
+    def save(made: Manifest, *recipients: str) -> Manifest:
+        return store.save(
+            replace(made, weights=FullConfig()),
             weights,
             None,
             overwrite=False,
             base_location=base,
             age_recipients=recipients,
         )
-        for kind, recipients in (
-            ("external", (recipient,) if is_encrypted else ()),
-            ("inference", ()),
-        )
-    )
+
+    made = save(external("a"), recipient) if is_encrypted else save(external("a"))
+    inference = save(manifest(kind="inference"))
     files, plain = downloaded(store, made), downloaded(store, inference)
     del files[MANIFEST], plain[MANIFEST]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(plain)
