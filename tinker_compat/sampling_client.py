@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import logging
 import os
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from tinker import types
 from tinker_compat.client_future import ClientFuture
 from tinker_compat.futures import OperationFuture
 from tinker_compat.holder import Holder
+from tinker_compat.rest_calls import get_sampler
 from tinker_compat.sample_conversion import (
     as_list,
     check_topk_sample_logprobs,
@@ -32,6 +34,8 @@ from together_post_training.client.address import parse_address, resolve_key
 from together_post_training.client.channel import Connection, FixedServer
 from together_post_training.client.retry import policy_from
 from together_post_training.client.sampler import Sampler, open_base_model, open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,35 @@ class SamplingClient:
         self, holder: Holder, sampler: Sampler, *, record_stability_info: bool = False
     ) -> None:
         self._core = SamplerCore(holder, sampler, record_stability_info)
+
+    @staticmethod
+    def create(
+        holder: Holder,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> OperationFuture[SamplingClient]:
+        """What ServiceClient.create_sampling_client does, from a client's `holder`.
+
+        Args:
+            sampling_session_id: an existing client's `_sampling_session_id`, to sample from the same weights.
+
+        Raises:
+            ValueError: without any of the three.
+        """
+        check_retry_config(retry_config)
+        if sampling_session_id is not None:
+            opened = _open_snapshot(holder, sampling_session_id, base_model, record_stability_info)
+        elif model_path is None and base_model is None:
+            raise ValueError("Either model_path or base_model must be provided")
+        else:
+            opened = open_sampler(
+                holder, model_path, base_model, record_stability_info=record_stability_info
+            )
+        return holder.start(opened)
 
     async def _ready(self) -> None:
         """For the twins: a client that is still a future waits here."""
@@ -180,6 +213,13 @@ class SamplingClient:
     def get_telemetry(self) -> None:
         """Nothing is collected."""
 
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+        """Tinker's SDK calls it, for subclasses to see, when its service pauses a queue. This one's queues only ever
+        wait their turn: nothing calls it here, and called by hand it logs, as Tinker's does."""
+        if getattr(queue_state, "value", queue_state) != "active":
+            reason = queue_state_reason or getattr(queue_state, "value", queue_state)
+            logger.warning("Sampling from %s is paused: %s", self._sampling_session_id, reason)
+
     def get_sampler_handle(self) -> str:
         """The client as text, for another process; without its key and headers."""
         state = replace(self._state(), key=None, headers=())
@@ -240,6 +280,15 @@ async def open_sampler(
     sampler = await open_checkpoint(holder.connection, model_path)
     if base_model is not None:
         sampler = Sampler(sampler.connection, sampler.snapshot, base_model)
+    return SamplingClient(holder, sampler, record_stability_info=record_stability_info)
+
+
+async def _open_snapshot(
+    holder: Holder, snapshot: str, base_model: str | None, record_stability_info: bool
+) -> SamplingClient:
+    if base_model is None:
+        base_model = (await get_sampler(holder.connection, snapshot)).base_model
+    sampler = Sampler(holder.connection, snapshot, base_model)
     return SamplingClient(holder, sampler, record_stability_info=record_stability_info)
 
 
