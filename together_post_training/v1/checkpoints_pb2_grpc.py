@@ -129,7 +129,7 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DownloadCheckpoint(self, request, context):
-        """The checkpoint's files, one after the other, each in pieces of at most 1 MiB.
+        """The checkpoint's files, one after the other, manifest.json last, each in pieces of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
