@@ -17,7 +17,7 @@ import json
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,27 @@ _HANDLE = base64.urlsafe_b64encode(
         {"address": "grpc://localhost:1", "snapshot": "name", "base_model": "model"}
     ).encode()
 ).decode()
+
+
+class _Reached(Exception):
+    """The call was accepted: it went on to the server."""
+
+
+class _Core:
+    """Stands where a client keeps its connection, and stops every call that gets there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Reached
+
+
+class _Holder:
+    """A client's, which starts nothing."""
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        coroutine.close()
+        raise _Reached
+
+
 # A value other than the default, by the name of the parameter: of the method if it is given, else of any.
 _PROBES: Mapping[str, Any] = {
     "access_scope": "accessible",
@@ -65,6 +86,7 @@ _PROBES: Mapping[str, Any] = {
     "event_type": "checkpoints",
     "fn": lambda logprobs: (logprobs.sum(), {}),
     "handle": _HANDLE,
+    "holder": _Holder(),
     "include_prompt_logprobs": True,
     "input_ranks": {"logprobs": 1},
     "kind": "inflight",
@@ -86,12 +108,15 @@ _PROBES: Mapping[str, Any] = {
     "prompt": tinker.ModelInput.from_ints([1, 2]),
     "prompt_alt_tokens_k": 1,
     "prompt_logprobs_last_n": 1,
+    "queue_state": "paused_capacity",
+    "queue_state_reason": "text",
     "rank": 8,
     "record_stability_info": True,
     "request": types.SessionSearchRequest(),
     "retry_config": object(),
     "sampler_id": "snapshots/name",
     "sampling_params": tinker.SamplingParams(),
+    "sampling_session_id": "snapshots/name",
     "seed": 1,
     "session_id": "session",
     "starting_on": "2026-01-01",
@@ -111,10 +136,11 @@ _PROBES: Mapping[str, Any] = {
 }
 # Given along with a parameter of a method, because it makes no sense alone.
 _ALONG = {"sample.prompt_logprobs_last_n": ("include_prompt_logprobs",)}
-# Methods that need one of these, and where there are two take no both.
+# Methods that need one of these and take no two.
 _ALTERNATIVES = {
     "optim_step": ("optim_params", "adam_params"),
     "ServiceClient.create_sampling_client": ("model_path", "base_model"),
+    "SamplingClient.create": ("model_path", "base_model", "sampling_session_id"),
     "RestClient.copy_weights": ("destination_project_id",),
 }
 
@@ -131,17 +157,6 @@ class Outcome:
 class Row:
     call: str
     outcome: Outcome
-
-
-class _Reached(Exception):
-    """The call was accepted: it went on to the server."""
-
-
-class _Core:
-    """Stands where a client keeps its connection, and stops every call that gets there."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise _Reached
 
 
 def observe(call: Callable[[], Any]) -> Outcome:
@@ -285,7 +300,7 @@ def name_lines() -> Iterator[str]:
     ours = [n for n in names if n not in genuine]
     yield (
         f"Of the {len(names)} names that `tinker` {tinker.__version__} exports, {len(genuine)} are its own objects: "
-        "all types, all exceptions, `types`, `APIFuture`. These are replaced: "
+        "all data types, all exceptions, `APIFuture`. These are replaced: "
         + ", ".join(f"`{name}`" for name in ours)
         + "."
     )

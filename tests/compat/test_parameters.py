@@ -28,9 +28,6 @@ REFUSED_METHODS = {
     )
     for twin in ("", "_async")
 }
-# Not for callers of a client.
-INTERNAL_METHODS = {"SamplingClient.create", "SamplingClient.on_queue_state_change"}
-
 PASS = dict.fromkeys(["data", "loss_fn", "loss_fn_config"], HONOURED)
 SAMPLER = {"retry_config": WARNED, "record_stability_info": HONOURED}
 SAVE = dict.fromkeys(["name", "ttl_seconds", "overwrite", "user_metadata"], HONOURED)
@@ -103,6 +100,14 @@ FATE: dict[str, dict[str, str]] = {
     "TrainingClient.get_info": {},
     "TrainingClient.get_tokenizer": {},
     "TrainingClient.get_telemetry": {},
+    "SamplingClient.create": {
+        **dict.fromkeys(["holder", "model_path", "base_model", "sampling_session_id"], HONOURED),
+        **SAMPLER,
+    },
+    "SamplingClient.on_queue_state_change": {
+        "queue_state": HONOURED,
+        "queue_state_reason": HONOURED,
+    },
     "SamplingClient.sample": {
         **dict.fromkeys(["prompt", "num_samples", "sampling_params"], HONOURED),
         **dict.fromkeys(["include_prompt_logprobs", "topk_prompt_logprobs"], HONOURED),
@@ -193,7 +198,7 @@ def methods(module: object) -> dict[str, inspect.Signature]:
         cls = getattr(module, client, None)
         if cls is not None:
             found[f"{client}.__init__"] = inspect.signature(cls.__init__)
-    return {k: v for k, v in found.items() if k not in INTERNAL_METHODS}
+    return found
 
 
 THEIRS, OURS = methods(tinker), methods(tinker_compat)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import urllib.request
 import uuid
 import warnings
@@ -264,6 +265,25 @@ def test_a_session_is_a_service_client_with_its_runs_and_samplers(lone):
         (ids[0], MODEL, None),
         (ids[1], MODEL, named),
     ]
+
+
+def test_a_session_without_runs_has_the_samplers_that_it_holds(lone):
+    """As anybody sees it, by the id under which its client tells the server what it holds."""
+    maker = tinker.ServiceClient(base_url=lone)
+    client = maker.create_lora_training_client(MODEL, rank=4).result()
+    path = client.save_weights_for_sampler("w").result().path
+    holder = tinker.ServiceClient(base_url=lone)
+    sampler = holder.create_sampling_client(path).result()
+    other = RestClient(base_url=lone, api_key="other")
+    session_id, deadline = holder.holder.get_session_id(), time.monotonic() + 10
+    while True:
+        try:
+            found = other.get_session(session_id).result()
+            break
+        except tinker.NotFoundError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert (found.training_run_ids, found.sampler_ids) == ([], [sampler._sampling_session_id])
 
 
 def test_sessions_are_listed_newest_first_page_by_page(lone):
