@@ -32,7 +32,11 @@ def check_recipients(recipients: Iterable[str]) -> tuple[str, ...]:
 
 
 def encrypt(path: Path, recipients: Iterable[str]) -> str:
-    """Puts an encrypted file in the place of a plain one; its name. In pieces, so that other threads go on."""
+    """Puts an encrypted file in the place of a plain one; its name.
+
+    In pieces: pyrage's function for paths would stop all other threads until it is done. A process that is killed
+    meanwhile leaves the plain file in the store's .data, until the next server starts or sweeps.
+    """
     keys = [x25519.Recipient.from_str(recipient) for recipient in recipients]
     encrypted = path.with_name(path.name + SUFFIX)
     with open(path, "rb") as plain, open(encrypted, "wb") as file:

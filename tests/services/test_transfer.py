@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyrage import x25519  # pyright: ignore[reportAttributeAccessIssue]
 
 from backend.checkpoints import peft_files
 from backend.cli import main
 from backend.trainer.base import Adapter, LoraConfig
 from tests.services.harness import MODEL, serving
-from together_post_training.v1 import operations_pb2, sessions_pb2
+from together_post_training.v1 import checkpoints_pb2, operations_pb2, sessions_pb2
 
 TOKENS = [3, 9, 4]
 # log p(9 | 3) and log p(4 | 9) on the bigram model, 9's logit raised by 2.
@@ -63,6 +64,28 @@ def test_imported_adapter_is_sampled_from_trained_on_and_exported(tmp_path: Path
     exported = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
     tensors = peft_files.decode_adapter(exported, LoraConfig(rank=2, alpha=8, seed=0)).tensors
     assert tensors["base_model.model.lm_head.lora_B.weight"][9, 0] > 0.5
+
+
+def test_copies_and_external_checkpoints_are_exported_unless_they_are_encrypted(
+    tmp_path: Path, capsys
+):
+    store = ["--store", str(tmp_path / "store")]
+    recipient = str(x25519.Identity.generate().to_public())
+    with serving(tmp_path / "store") as running:
+        run = running.caller.session()
+        run.save("plain", "EXTERNAL")
+        run.save("locked", "EXTERNAL", age_recipients=[recipient])
+        plain = run.path("plain", "external_weights")
+        request = checkpoints_pb2.CopyCheckpointRequest(path=plain, session="copy")
+        copied = running.caller.checkpoints.CopyCheckpoint(request).path
+    for number, path in enumerate((plain, copied)):
+        out = tmp_path / str(number)
+        assert main(["export", path, str(out), "--adapter", *store]) == 0
+        assert len(list(out.iterdir())) == 2
+    out, path = tmp_path / "locked", run.path("locked", "external_weights")
+    assert main(["export", path, str(out), "--adapter", *store]) == 1
+    assert "encrypted for the owners of age keys" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("key", ["model.lm_head", "lm_head.default", "model.layers.0.q_proj"])
