@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -87,7 +88,8 @@ class ServiceClient:
             status = "success"
         else:
             status = "errored" if issubclass(exc_type, Exception) else "interrupted"
-        self.close(status).result()
+        # Not close(...).result(): async programs leave the block too, and have no other way.
+        Future.result(self.close(status))
 
     def close(
         self, status: Literal["success", "errored", "interrupted"], detail: str | None = None

@@ -135,6 +135,15 @@ def test_closing_does_not_wait_long_for_a_server_that_is_away(fake, monkeypatch)
     assert time.monotonic() - start_s < 5
 
 
+def test_an_async_program_leaves_the_block_without_a_warning(address, caplog):
+    async def program() -> None:
+        with tinker.ServiceClient(base_url=address) as service:
+            await service.create_lora_training_client(MODEL)
+
+    asyncio.run(program())
+    assert "running event loop" not in caplog.text
+
+
 def test_the_holder_has_the_session_id_and_close(service):
     session_id = service.holder.get_session_id()
     client = service.create_lora_training_client(MODEL)
