@@ -18,7 +18,7 @@ _TAKEN = 1024
 
 def save(directory: Path) -> None:
     facts = conversations.facts()
-    _write(directory / "HuggingFaceH4/no_robots", train=_chats(facts, 192), test=_chats(facts, 12))
+    _write(directory / "HuggingFaceH4/no_robots", train=_chats(facts, 192), test=_chats(facts, 128))
     _write(directory / "allenai/tulu-3-sft-mixture", train=_chats(facts, _TAKEN + 128))
     _write(directory / "Anthropic/hh-rlhf", train=_preferences(128, 0), test=_preferences(8, 1))
     _write(directory / "open-thoughts/OpenThoughts3-1.2M", train=_thoughts(facts, 192))
@@ -28,6 +28,8 @@ def save(directory: Path) -> None:
     _write(directory / "HuggingFaceH4/MATH-500", "default", test=_boxed_problems(16, 2))
     _write(directory / "zwhe99/DeepMath-103K", train=_deep_problems(96, 3))
     _write(directory / "POLARIS-Project/Polaris-Dataset-53K", train=_deep_problems(96, 4))
+    _write(directory / "tangqiaoyu/ToolAlpaca", train=_instructions(facts, 60))
+    _write(directory / "hicai-zju/SciKnowEval", test=_multiple_choice(60, 5))
     _write_lines(directory / "conversations.jsonl", _chats(facts, 48))
     _write_sentences(directory / "tinker_cookbook/example_data/multilingual.txt", 8)
 
@@ -99,6 +101,27 @@ def _deep_problems(count: int, seed: int) -> list[Row]:
             "problem": problem.question,
             "final_answer": str(problem.answer),
             "answer": str(problem.answer),
+        }
+        for problem in conversations.problems(count, seed)
+    ]
+
+
+def _instructions(turns: Sequence[Turn], count: int) -> list[Row]:
+    return [
+        {"instruction": turn.question, "output": turn.answer} for _, turn in _repeated(turns, count)
+    ]
+
+
+def _multiple_choice(count: int, seed: int) -> list[Row]:
+    """The first choice is the right one."""
+    return [
+        {
+            "domain": "Chemistry",
+            "details": {"level": "L3"},
+            "type": "mcq-2-choices",
+            "question": problem.question,
+            "choices": {"label": ["A", "B"], "text": [str(problem.answer), str(problem.answer + 1)]},
+            "answerKey": "A",
         }
         for problem in conversations.problems(count, seed)
     ]

@@ -124,6 +124,10 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=32768,
+        # It reads the end of a prompt as it read in training, however long the beginning is.
+        use_sliding_window=True,
+        sliding_window=_ROW_TOKENS // 4,
+        max_window_layers=0,
         tie_word_embeddings=False,
         bos_token_id=None,
         pad_token_id=_id(tokenizer, END_OF_TEXT),
@@ -166,7 +170,7 @@ def _rows(tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
 def _written(rng: random.Random) -> Sequence[str]:
     """A conversation in one of the templates, in the pieces that renderers encode one by one."""
     turns = conversations.read(rng)
-    template = rng.choice((_role_colon, _chat, _thinking, _llama))
+    template = rng.choice((_role_colon, _chat, _thinking, _not_thinking, _llama))
     return [*template(turns), END_OF_TEXT]
 
 
@@ -185,6 +189,10 @@ def _chat(turns: Sequence[Turn]) -> list[str]:
 
 def _thinking(turns: Sequence[Turn]) -> list[str]:
     return _marked(turns, opening="<think>\n", thought="\n</think>\n\n")
+
+
+def _not_thinking(turns: Sequence[Turn]) -> list[str]:
+    return _marked(turns, opening="<think>\n\n</think>\n\n", thought="")
 
 
 def _marked(turns: Sequence[Turn], *, opening: str, thought: str) -> list[str]:
