@@ -82,6 +82,11 @@ class CheckpointFolder:
         finally:
             self._let_go(link, version, fd)
 
+    def version(self, relative: Path) -> Path | None:
+        """The directory of the version that is there now; unlike one that is read, it may be gone the next moment."""
+        version = self._version(self._root / relative)
+        return version if version is not None and version.is_dir() else None
+
     def links(self, session: str | None) -> list[Path]:
         """Everything there is, relative to the root."""
         # Passes over .data, and over what vanishes meanwhile.

@@ -244,6 +244,11 @@ class CheckpointStore:
     def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
         """Every link with its version and manifest; unreadable ones are logged and left out."""
         for link in self._folder.links(session):
+            known = self._folder.version(link)
+            if known is not None and known in self._manifests:
+                # Its files need not be held, which takes most of the time where there are thousands.
+                yield link, known, self._manifests[known]
+                continue
             try:
                 with self._folder.reading(link) as version:
                     manifest = self._read_manifest(version)
