@@ -99,8 +99,8 @@ class Catalog:
     def _unknown(self, name: str) -> PostTrainingError:
         served = ", ".join(spec.name for spec in self.listed) or "none yet"
         hint = (
-            "Ask for one of those, or for any model that this server can find: a directory on its machine (absolute, or "
-            "relative without '..'), or a Hugging Face id in its cache."
+            "Ask for one of those, or for any model that this server can find: a directory on its machine (absolute, "
+            "or relative without '..'), or a Hugging Face id in its cache."
             if self.load_on_demand
             else "Ask for one of those, or start the server with --model or --load-on-demand."
         )
