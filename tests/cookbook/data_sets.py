@@ -120,7 +120,10 @@ def _multiple_choice(count: int, seed: int) -> list[Row]:
             "details": {"level": "L3"},
             "type": "mcq-2-choices",
             "question": problem.question,
-            "choices": {"label": ["A", "B"], "text": [str(problem.answer), str(problem.answer + 1)]},
+            "choices": {
+                "label": ["A", "B"],
+                "text": [str(problem.answer), str(problem.answer + 1)],
+            },
             "answerKey": "A",
         }
         for problem in conversations.problems(count, seed)
