@@ -21,10 +21,10 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """As `python path arguments...`. A directory or zip file runs its `__main__`."""
     if not os.path.exists(path):
         _stop(f"can't open file {path!r}: no such file")
-    sys.argv = [path, *arguments]
+    _start([path, *arguments])
     spec = PathFinder.find_spec("__main__", [path]) if not _is_source(path) else None
     if spec is not None:
-        _set_first_path(path)
+        _set_first_path(os.path.abspath(path))
         _run(_code_of(spec), spec)
         return
     if os.path.isdir(path):
@@ -33,12 +33,12 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     absolute = os.path.abspath(path)
     with io.open_code(absolute) as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
-    _run(code, None, file=absolute, loader=SourceFileLoader("__main__", absolute))
+    _run(code, None, file=absolute, loader=SourceFileLoader("__main__", absolute), cached=None)
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
     """As `python -m name arguments...`. A package runs its `__main__`."""
-    sys.argv = ["-m", *arguments]
+    _start(["-m", *arguments])
     _set_first_path(os.getcwd())
     spec = _find(name)
     if spec is None:
@@ -53,15 +53,20 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 def run_command(text: str, arguments: Sequence[str]) -> None:
     """As `python -c text arguments...`."""
-    sys.argv = ["-c", *arguments]
+    _start(["-c", *arguments])
     _set_first_path("")
     _run(compile(text, "<string>", "exec", dont_inherit=True), None)
+
+
+def _start(argv: list[str]) -> None:
+    sys.argv = argv
+    sys.excepthook = _show
 
 
 def _run(code: CodeType, spec: ModuleSpec | None, **names: object) -> None:
     """In a `__main__` of its own, which stays: threads and exit functions outlive the last line."""
     main = ModuleType("__main__")
-    vars(main).update(__builtins__=builtins)
+    vars(main).update(__builtins__=builtins, __annotations__={})
     if spec is not None:
         vars(main).update(
             __file__=spec.origin,
@@ -72,18 +77,18 @@ def _run(code: CodeType, spec: ModuleSpec | None, **names: object) -> None:
         )
     vars(main).update({f"__{name}__": value for name, value in names.items()})
     sys.modules["__main__"] = main
-    sys.excepthook = _show
     exec(code, vars(main))
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Without the frames of what runs the program, if there are frames of the program."""
-    theirs = trace
-    while theirs is not None and theirs.tb_frame.f_code.co_filename != __file__:
-        theirs = theirs.tb_next
-    while theirs is not None and theirs.tb_frame.f_code.co_filename == __file__:
-        theirs = theirs.tb_next
-    error.__traceback__ = theirs or trace
+    """Without the frames of what runs the program."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    ours = [i for i, frame in enumerate(frames) if frame.tb_frame.f_code.co_filename == __file__]
+    theirs = frames[ours[-1] + 1 :] if ours else frames
+    error.__traceback__ = theirs[0] if theirs else None
     sys.__excepthook__(kind, error, error.__traceback__)
 
 
