@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import tinker_compat as tinker
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-cookbook"
 Version = Literal["newest", "older"]
-_SERVER_START_S = 60.0
+_SERVER_STOP_S = 60.0
 _TAIL_CHARACTERS = 6000
+_SERVER_TAIL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +43,27 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cookbook:
-    """hub: where recipes run. address: of the server. store: where it keeps checkpoints."""
+    """Where recipes run, and against what.
+
+    Args:
+        hub: their working directory.
+        address: of the server; None: each recipe starts one of its own.
+        store: where it keeps checkpoints.
+        scratch: home directory and caches of the recipes.
+    """
 
     hub: Path
-    address: str
+    address: str | None
     store: Path
     scratch: Path
+
+    def logprobs(self, path: str, tokens: Sequence[int]) -> list[float]:
+        """What the server computes with a saved sampler, for each token but the first."""
+        with tinker.ServiceClient(base_url=self.address) as service:
+            sampler = service.create_sampling_client(model_path=path)
+            prompt = tinker.ModelInput.from_ints(list(tokens))
+            logprobs = sampler.compute_logprobs(prompt).result()
+        return [logprob for logprob in logprobs if logprob is not None]
 
     def run(
         self,
@@ -90,13 +108,19 @@ class Cookbook:
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired as expired:
-            raise AssertionError(
-                f"{_shown(arguments)} was not done after {timeout_s:g} s:\n{_tail(expired.stdout)}"
-            ) from None
-        assert done.returncode == 0, (
-            f"{_shown(arguments)} ended with status {done.returncode}:\n{_tail(done.stdout)}"
-        )
+            outcome = f"was not done after {timeout_s:g} s"
+            raise AssertionError(self._report(arguments, outcome, expired.stdout)) from None
+        outcome = f"ended with status {done.returncode}"
+        assert done.returncode == 0, self._report(arguments, outcome, done.stdout)
         return done.stdout.decode(errors="replace")
+
+    def _report(self, arguments: Sequence[str], outcome: str, output: bytes | None) -> str:
+        text = (output or b"").decode(errors="replace")
+        report = f"python {' '.join(arguments)} {outcome}:\n{text[-_TAIL_CHARACTERS:]}"
+        if self.address is None:
+            return report
+        log = _log_of(self.store).read_text(errors="replace")
+        return f"{report}\nThe end of the server's log:\n{log[-_SERVER_TAIL_CHARACTERS:]}"
 
     def _variables(self, version: Version) -> dict[str, str]:
         path = [str(REPOSITORY)]
@@ -105,7 +129,8 @@ class Cookbook:
         return {
             **_offline(self.hub),
             "PYTHONPATH": os.pathsep.join(path),
-            "TINKER_BASE_URL": self.address,
+            **({"TINKER_BASE_URL": self.address} if self.address is not None else {}),
+            "TOGETHER_POST_TRAINING_STORE": str(self.store),
             "TINKER_API_KEY": "any",
             "WANDB_MODE": "disabled",
             "TOGETHER_POST_TRAINING_CACHE": str(self.scratch / "cache"),
@@ -126,7 +151,7 @@ def running_server(hub: Path, store: Path) -> Iterator[str]:
         "--load-on-demand",
     ]
     command += ["--port", "0", "--store", str(store), "--ready-fd", str(child_end), "--parent-pipe"]
-    log = store.parent / "server.log"
+    log = _log_of(store)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -145,7 +170,7 @@ def running_server(hub: Path, store: Path) -> Iterator[str]:
         yield f"grpc://{address}"
     finally:
         process.terminate()
-        process.wait(_SERVER_START_S)
+        process.wait(_SERVER_STOP_S)
 
 
 def _offline(hub: Path) -> dict[str, str]:
@@ -170,9 +195,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _shown(arguments: tuple[str, ...]) -> str:
-    return " ".join(["python", *arguments])
-
-
-def _tail(output: bytes | None) -> str:
-    return (output or b"").decode(errors="replace")[-_TAIL_CHARACTERS:]
+def _log_of(store: Path) -> Path:
+    return store.parent / "server.log"
