@@ -124,8 +124,10 @@ class Batch:
                 sample = self._suspended.pop(0) if self._suspended else self._waiting.pop()
                 not_served.append(sample)
                 if sample.job.future.cancelled():
-                    not_served.pop()
+                    # Maybe only since others of its samples were looked at.
                     self.forget({sample.job})
+                    planned[:] = [p for p in planned if p.job is not sample.job]
+                    not_served = [s for s in not_served if s.job is not sample.job]
                     continue
                 if not self._has_room(sample):
                     return
@@ -136,13 +138,12 @@ class Batch:
                 if self._will_be_known(sample, blocks):
                     sample.has_waited = True
                     continue
-                prefill = self._prefill(sample, blocks)
+                start = len(blocks) * BLOCK_TOKENS
+                prefill = Prefill(sample.job, sample.all_tokens(), [sample], start)
                 if not _plan(prefill, num_left, planned):
                     return
                 num_left -= len(prefill.part)
-                self._take_row(sample)
-                self.prefixes.load(blocks, sample.held_row)
-                self._reading.append(prefill)
+                self._begin(prefill, blocks)
                 not_served.pop()
         finally:
             for sample in reversed(not_served):
@@ -189,11 +190,13 @@ class Batch:
                     return True
         return False
 
-    def _prefill(self, sample: Sample, blocks: list[Block]) -> Prefill:
-        job, start = sample.job, len(blocks) * BLOCK_TOKENS
-        if job.num_hits is None:
-            job.num_hits = start
-        return Prefill(job, sample.all_tokens(), [sample], start)
+    def _begin(self, prefill: Prefill, blocks: list[Block]) -> None:
+        (sample,) = prefill.samples
+        self._take_row(sample)
+        self.prefixes.load(blocks, sample.held_row)
+        self._reading.append(prefill)
+        if sample.job.num_hits is None:
+            sample.job.num_hits = prefill.start
 
     def _run(self, prefill: Prefill) -> None:
         row = prefill.row

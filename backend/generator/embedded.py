@@ -131,7 +131,8 @@ class EmbeddedGenerator:
             while call.follows and await following.moves_before(answer):
                 snapshot = following.snapshot
                 to, weights = await self._place(snapshot, held)
-                engine.move(job, snapshot, weights, to)
+                moved = asyncio.wrap_future(engine.move(job, snapshot, weights, to))
+                await asyncio.wait([moved, answer], return_when=asyncio.FIRST_COMPLETED)
                 engine = to
             return await answer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -51,9 +52,15 @@ class Engine:
 
     def move(
         self, job: Job, snapshot: str | None, weights: SnapshotWeights | None, to: Engine
-    ) -> None:
-        """A job that was submitted here goes on under other weights, maybe in another engine."""
-        self._inbox.put(lambda: self._move(job, snapshot, weights, to))
+    ) -> Future[None]:
+        """A job that was submitted here goes on under other weights, maybe in another engine.
+
+        Returns:
+            Done once the job is there: only then may that engine be asked to move it. Never, if this one has ended.
+        """
+        moved: Future[None] = Future()
+        self._inbox.put(lambda: moved.set_result(self._move(job, snapshot, weights, to)))
+        return moved
 
     def end(self) -> None:
         """Ends the thread after the step that is in progress, and fails what is unfinished."""
@@ -144,6 +151,8 @@ class Engine:
     def _push(self, drawn: Iterable[Drawn]) -> None:
         for d in drawn:
             sample = d.sample
+            if sample.row is None:
+                continue  # Another sample has failed their call in this very step.
             try:
                 sample.push(d.token, d.logprob, d.topk)
             except PostTrainingError as error:

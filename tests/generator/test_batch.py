@@ -192,6 +192,31 @@ def test_jobs_cancelled_while_they_wait_are_dropped():
     assert batch.jobs >= {jobs[1], jobs[3]}
 
 
+@pytest.mark.parametrize("num_prompt", [60, 90], ids=["planned", "waiting for another"])
+def test_a_call_cancelled_while_its_samples_are_looked_at_is_dropped(monkeypatch, num_prompt):
+    """Calls hang up at any time, also between one of their samples and the next."""
+    cache = KVCache(4096)
+    batch = Batch(cache, max_running=8, max_prefill_tokens=64)
+    batch.add(first := job(70 if num_prompt == 60 else 300, 1))
+    step(batch)
+    batch.add(one := job(num_prompt, 4, num_samples=2, first_token=0))
+    batch.add(later := job(5, 1, first_token=1000))
+    looks = iter([False, True])
+
+    def cancelled() -> bool:
+        return next(looks, True)
+
+    monkeypatch.setattr(one.future, "cancelled", cancelled)
+    for _ in range(8):
+        prefills = batch.admit()
+        assert all(prefill.job is not one for prefill in prefills)
+        finish_step(batch, prefills)
+    assert batch.is_idle
+    assert cache.num_rows == 0
+    assert first.samples[0].is_finished
+    assert later.samples[0].is_finished
+
+
 def test_memory_that_runs_out_loses_no_job(monkeypatch):
     """Neither those admitted in the same step nor the one that it struck, and no row."""
     cache = KVCache(4096)
@@ -294,6 +319,19 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on():
     batch.prefixes.add(other)
     batch.add(one := job(100, 1, weights=other))
     assert step(batch) == [(one, 0, 100)]
+
+
+def test_hits_are_those_of_when_the_prompt_is_read():
+    """What a call would have found when there was no time to read it counts for nothing."""
+    batch = Batch(KVCache(4096), max_running=8, max_prefill_tokens=16)
+    batch.add(job(5, 60, first_token=1000))
+    step(batch)
+    batch.add(job(40, 1))
+    step(batch)
+    batch.add(one := job(40, 1))
+    starts = [start for _ in range(8) for reading, start, _ in step(batch) if reading is one]
+    assert starts == [32]
+    assert one.num_hits == 32
 
 
 def test_what_was_sampled_is_not_read_again_in_the_next_turn():

@@ -179,6 +179,44 @@ def test_calls_move_again_and_again(modules, generator: EmbeddedGenerator, wait:
         assert_is_of_its_segments(modules, asked, sequence)
 
 
+def test_calls_move_on_while_their_first_engine_is_busy(
+    modules, generator: EmbeddedGenerator, wait: Wait
+):
+    """The engine that they move to first has nothing else to do, and must not pass on what it does not have yet."""
+    is_busy, may_go_on = threading.Event(), threading.Event()
+
+    async def move_twice(asked: SampleCall) -> SampleResult:
+        first, second = [await engine_of(generator, name) for name in ("full-1", "full-2")]
+        plain, number = first._stepper.advance, itertools.count(1)
+
+        def advance(running: Any) -> Any:
+            if next(number) == 5:
+                is_busy.set()
+                assert_is_set(may_go_on)
+            return plain(running)
+
+        first._stepper.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
+        running = asyncio.ensure_future(generator.sample(asked))
+        await asyncio.to_thread(assert_is_set, is_busy)
+        for old, new in (("full-1", "full-2"), ("full-2", "adapter-3")):
+            generator.move(old, new)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            for engine in (second, generator._engine):
+                passed = threading.Event()
+                engine._inbox.put(passed.set)
+                await asyncio.to_thread(assert_is_set, passed)
+        may_go_on.set()
+        return await asyncio.wait_for(running, TIMEOUT_S)
+
+    asked = following("full-1", num_samples=2)
+    for sequence in wait(move_twice(asked)).sequences:
+        assert len(sequence.tokens) == 30
+        assert sequence.segments[0] == Segment(snapshot="full-1")
+        assert sequence.segments[-1].snapshot == "adapter-3"
+        assert_is_of_its_segments(modules, asked, sequence)
+
+
 def test_samples_that_ended_before_the_move_keep_their_only_segment(
     modules, generator: EmbeddedGenerator, wait: Wait
 ):

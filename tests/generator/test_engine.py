@@ -213,6 +213,27 @@ def test_text_that_cannot_be_decoded_fails_its_own_call(bench: Bench):
     assert bench.cache.num_rows == 0
 
 
+def test_a_call_that_fails_in_a_step_that_ends_another_of_its_samples_fails_alone(bench: Bench):
+    """The first sample fails on its last token, and the second has its last one in the same step."""
+    job: Job
+    failed: list[Sample] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        if not failed and len(job.samples[0].tokens) == 4:
+            failed.append(job.samples[0])
+            raise UnicodeError("not text")
+        return ""
+
+    bench.hold()
+    plain = bench.submit([1], 6)
+    job = bench.submit([1], 4, decode, stop_strings=["x"], num_samples=2)
+    bench.let_go()
+    with pytest.raises(PostTrainingError, match="not text"):
+        job.future.result(TIMEOUT_S)
+    assert tokens_of(plain) == [[1, 2, 3, 4, 5, 6]]
+    assert bench.cache.num_rows == 0
+
+
 def test_a_job_that_asks_for_nothing_is_answered(bench: Bench):
     assert tokens_of(bench.submit([1, 2], 0)) == []
 
