@@ -368,7 +368,7 @@ def test_calls_survive_connections_that_break_and_servers_that_are_busy(fake):
 def test_inputs_that_a_loss_does_not_read_are_refused_by_name(client):
     """Tinker does not say what becomes of them. A mask that is dropped trains on what it was to leave out."""
     for name in ("mask", "values"):
-        inputs = POLICY | {name: np.ones(3, np.float32)}
+        inputs: dict[str, Any] = POLICY | {name: np.ones(3, np.float32)}
         unread = datum(**inputs)
         with pytest.raises(tinker.BadRequestError, match=f"'{name}'.*does not read"):
             client.forward_backward([unread], "ppo").result()
