@@ -14,6 +14,7 @@ from typing import Any
 
 from tinker import types
 
+from tinker_compat import optimizer_types
 from tinker_compat.conversion import set_fields
 from tinker_compat.errors import refuse
 from together_post_training.v1 import sessions_pb2, trainer_pb2
@@ -107,7 +108,8 @@ def _closed(optim_params: Any) -> Any:
     family = getattr(optim_params, "type", None)
     if fields is None or family not in ("adamw", "dimuon"):
         return optim_params
-    return (types.AdamParams if family == "adamw" else types.DimuonParams)(**fields)
+    dimuon = getattr(types, "DimuonParams", optimizer_types.DimuonParams)
+    return (types.AdamParams if family == "adamw" else dimuon)(**fields)
 
 
 def _extra(given: Any, known: Iterable[str]) -> dict[str, Any]:

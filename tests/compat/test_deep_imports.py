@@ -12,7 +12,7 @@ import tinker
 
 import tinker_compat
 from tests.compat.conftest import MODEL
-from tests.compat.data import prompt
+from tests.compat.data import datum, prompt
 from tinker_compat.aliases import SWAPPED, swap_in
 
 PUBLIC = "lib.public_interfaces"
@@ -65,6 +65,9 @@ GENUINE = {
 }
 # Of one version or the other: Tinker's object where the installed one has it, else ours.
 EITHER = {
+    "auth.get_tinker_token",
+    "auth.raise_if_tinker_not_accessible",
+    "auth.tinker_has_credentials",
     "types.CheckpointArchiveUrlResponse",
     "types.WhoamiResponse",
     "types.DimuonParams",
@@ -163,6 +166,22 @@ def test_the_hook_of_queue_states_logs_a_pause(sampler, caplog):
         sampler.on_queue_state_change(states.PAUSED_CAPACITY, None)
         sampler.on_queue_state_change(states.PAUSED_RATE_LIMIT, "busy")
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == ["paused_capacity", "busy"]
+
+
+@pytest.mark.filterwarnings("ignore:Dimuon.s formula is not public")
+def test_optimisers_of_another_version_train(service):
+    config = tinker_compat.DimuonOptimizerConfig()
+    client = service.create_lora_training_client(MODEL, rank=4, optimizer=config)
+    opened = tinker_compat.types.optimizer.OptimParamsBase
+    for params in (
+        tinker_compat.DimuonParams(learning_rate=0.1),
+        opened(type="dimuon", learning_rate=0.1),  # pyright: ignore[reportCallIssue]
+    ):
+        client.forward_backward([datum()], "cross_entropy")
+        done = client.optim_step(params).result()
+    assert done.metrics["step:max"] == 2
+    with pytest.raises(ValueError, match="beta1"):
+        client.optim_step(opened(type="dimuon", learning_rate=0.1, beta1=2.0))  # pyright: ignore[reportCallIssue]
 
 
 NEWER = ["types.SessionStatus", "types.session_status", "PromptProvenanceSpan"]
