@@ -21,7 +21,8 @@ from together.post_training.tinker.types import Datum
 from together.post_training.tinker.types.tensor_data import TensorData
 
 assert swapped is tinker_compat, (swapped, tinker_compat)
-assert types is tinker.types is swapped.types
+assert types is swapped.types
+assert types.Datum is tinker.types.Datum
 assert Datum is tinker.Datum is swapped.Datum is swapped.types.Datum
 assert TensorData is tinker.TensorData
 assert swapped.BadRequestError is tinker.BadRequestError
