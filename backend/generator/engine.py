@@ -114,7 +114,11 @@ class Engine:
         if job.future.done():
             return
         self._batch.forget({job})
-        job.move(snapshot, weights)
+        try:
+            job.move(snapshot, weights)
+        except Exception as error:
+            self._fail({job}, error)  # There may be no memory for what it reads again.
+            return
         if to is self:
             self._batch.add(job)
         else:

@@ -8,6 +8,7 @@ import torch
 
 from backend.generator import attention
 from backend.generator.embedded import EmbeddedGenerator
+from backend.generator.sampling import TokenStream
 from backend.trainer import base_model, families
 from tests import models
 from tests.generator.calls import call, random_prompt
@@ -49,6 +50,21 @@ def test_sampled_logprobs_are_those_of_transformers(
         for sequence in result.sequences:
             assert_logprobs_are_of(module, asked, sequence)
             assert sequence.logprobs.std() > 0.5, "too flat to show a fault"
+
+
+def test_each_token_is_drawn_by_the_number_of_its_position(base_of, generator, sample_all):
+    """Of the stream of seed + i: what is sampled for a seed stays the same from one release to the next."""
+    asked = call(random_prompt(6), max_tokens=40, num_samples=3, seed=11)
+    (result,) = sample_all(generator, asked)
+    module = merged(base_of("qwen3"), None)
+    for i, sequence in enumerate(result.sequences):
+        numbers = TokenStream(11 + i)
+        rows = distributions(module, [*asked.prompt.tolist(), *sequence.tokens.tolist()])[5:]
+        for position, token in enumerate(sequence.tokens.tolist()):
+            reached = np.exp(rows[position]).cumsum()
+            low = reached[token - 1] if token else 0.0
+            # The sums of float32 and float64 differ by less.
+            assert low - 1e-4 <= numbers.uniform(position) < reached[token] + 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -199,6 +199,24 @@ def test_a_failure_between_steps_fails_what_is_there_and_the_engine_goes_on(
     assert bench.cache.num_rows == 0
 
 
+def test_a_call_that_cannot_move_fails_alone(bench: Bench, monkeypatch):
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no more of it")
+
+    bench.hold()
+    stays = bench.submit([1], 6)
+    bench.await_held()
+    moves = bench.submit([1], 6)
+    monkeypatch.setattr(moves, "move", no_memory)
+    moved = bench.engine.move(moves, None, None, bench.engine)
+    bench.let_go()
+    moved.result(TIMEOUT_S)
+    with pytest.raises(PostTrainingError, match="no more of it"):
+        moves.future.result(TIMEOUT_S)
+    assert tokens_of(stays) == [[1, 2, 3, 4, 5, 6]]
+    assert bench.cache.num_rows == 0
+
+
 def test_text_that_cannot_be_decoded_fails_its_own_call(bench: Bench):
     def decode(tokens: Sequence[int]) -> str:
         raise UnicodeError("not text")
