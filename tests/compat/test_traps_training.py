@@ -322,3 +322,16 @@ def test_trap_21_a_custom_loss_that_fails_poisons_its_client_alone(service, clie
             later.result()
         assert isinstance(refused.value.__cause__, ZeroDivisionError)
     assert fresh(service).forward_backward([datum()], "cross_entropy").result()
+
+
+def test_metrics_of_a_split_call_are_combined_as_their_names_say(client):
+    """1030 samples are two operations of 1024 and 6; the last token was sampled with another probability."""
+    data = [at_ratio(0.0)] * 1029 + [at_ratio(1.0)]
+    result = client.forward(data, "importance_sampling").result()
+    metrics, rare = result.metrics, math.e
+    assert len(result.loss_fn_outputs) == 1030
+    # A sum of about a thousand float32 values.
+    assert metrics["loss:sum"] == pytest.approx(-(1029 + rare), rel=1e-5)
+    assert metrics["tokens:sum"] == 1030
+    assert metrics["ratio:max"] == pytest.approx(rare, rel=1e-5)
+    assert metrics["ratio:mean"] == pytest.approx((1029 + rare) / 1030, rel=1e-5)
