@@ -146,6 +146,15 @@ def test_topk_of_sampled_tokens_holds_their_logprobs(generator, sample_all):
         assert row[ids == token] == pytest.approx([logprob], abs=TOLERANCE)
 
 
+def test_each_call_gets_as_many_likeliest_tokens_as_it_asks_for(generator, sample_all):
+    calls = [call(random_prompt(4), max_tokens=5, topk_sample_logprobs=k) for k in (3, 0, 1, 8)]
+    few, none, one, many = (r.sequences[0].topk for r in sample_all(generator, *calls))
+    assert none is None
+    for topk, k in ((few, 3), (one, 1), (many, 8)):
+        assert topk.token_ids.shape == topk.logprobs.shape == (5, k)
+        np.testing.assert_array_equal(topk.token_ids, many.token_ids[:, :k])
+
+
 @pytest.mark.parametrize("length", [7, 8, 9])
 def test_the_edge_of_a_window_is_where_transformers_has_it(
     base_of, generator_of, sample_all, length
