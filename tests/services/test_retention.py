@@ -240,6 +240,42 @@ def test_what_followers_left_behind_goes_soon_unless_it_is_held_by_name(kept: Ke
     assert kept.here() == set()
 
 
+def test_call_that_ended_keeps_nothing_that_is_published_later(kept: Kept):
+    """Neither one that was answered nor one that hung up follows any more."""
+    caller, run = kept.caller, kept.caller.session()
+    sync(run, "PIPELINE")
+    following = caller.generator.OpenSnapshot(pb.OpenSnapshotRequest(live_session=run.id)).name
+    params = pb.SamplingParams(max_tokens=9, stop=pb.Stop())
+    request = pb.SampleRequest(snapshot=following, prompt=prompt([3]), params=params)
+    caller.generator.Sample(request)
+    kept.generator.steps.is_open = False
+    hangs_up = caller.generator.Sample.future(request)  # pyright: ignore
+    wait_until(lambda: kept.generator.steps.num_waiting == 1)
+    hangs_up.cancel()
+    wait_until(lambda: kept.generator.steps.num_waiting == 0)
+    run.train(TOKENS)
+    later = sync(run, "PIPELINE")
+    stop(caller, run)
+    kept.pass_(RETENTION_S + 1)
+    assert not kept.exists(later)
+    assert kept.here() == set()
+
+
+def test_publish_that_cannot_be_recorded_leaves_nothing(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+):
+    async def no_disk(_: pb.Snapshot) -> None:
+        raise OSError("no space left")
+
+    caller, run = kept.caller, kept.caller.session()
+    monkeypatch.setattr(kept.running.server._snapshots._records, "put", no_disk)
+    assert run.do("WeightsSync").error.reason
+    assert len(kept.generator.added) == 1
+    assert kept.here() == set()
+    monkeypatch.undo()
+    assert caller.score(sync(run), TOKENS).size == len(TOKENS)
+
+
 def test_snapshot_of_a_checkpoint_goes_from_memory_and_comes_back_by_its_name(kept: Kept):
     run = kept.caller.session()
     run.train(TOKENS)
