@@ -92,6 +92,18 @@ def test_a_flow_that_was_idle_has_no_claim_to_what_it_left():
     assert [queue.pop() for _ in range(2)] != ["busy 54", "busy 55"]
 
 
+def test_what_was_put_back_was_not_served():
+    """However often there was no room for it."""
+    queue: FairQueue[str] = FairQueue()
+    for flow in "ab":
+        queue.push(flow, flow, cost=10)
+    first = queue.pop()
+    for _ in range(3):
+        queue.put_back(first)
+        assert queue.pop() == first
+    assert queue.pop() != first
+
+
 def test_what_an_item_took_beyond_its_cost_counts():
     queue: FairQueue[str] = FairQueue()
     for flow in ("a", "b"):
