@@ -95,13 +95,13 @@ def test_a_flow_that_was_idle_has_no_claim_to_what_it_left():
 def test_what_was_put_back_was_not_served():
     """However often there was no room for it."""
     queue: FairQueue[str] = FairQueue()
-    for flow in "ab":
-        queue.push(flow, flow, cost=10)
-    first = queue.pop()
+    for item in ("a0", "a1", "b0", "b1"):
+        queue.push(item[0], item, cost=10)
+    assert queue.pop() == "a0"
     for _ in range(3):
-        queue.put_back(first)
-        assert queue.pop() == first
-    assert queue.pop() != first
+        assert queue.pop() == "b0"
+        queue.put_back("b0")
+    assert [queue.pop() for _ in range(3)] == ["b0", "a1", "b1"]
 
 
 def test_what_an_item_took_beyond_its_cost_counts():
