@@ -139,6 +139,13 @@ def test_the_last_tokens_do_not_narrow_targets_and_alternatives():
     assert some.alt is not None
     assert every.alt is not None
     np.testing.assert_array_equal(some.alt.tokens, every.alt.tokens)
+    assert some.topk is not None
+    assert every.topk is not None
+    np.testing.assert_array_equal(some.topk.token_ids[-2:], every.topk.token_ids[-2:])
+    np.testing.assert_array_equal(some.topk.logprobs[-2:], every.topk.logprobs[-2:])
+    assert some.logprobs is not None
+    assert every.logprobs is not None
+    np.testing.assert_array_equal(some.logprobs[-2:], every.logprobs[-2:])
 
 
 def test_tokens_before_the_first_scored_may_come_from_a_cache():
