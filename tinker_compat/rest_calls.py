@@ -169,6 +169,8 @@ async def get_session(
 ) -> types.GetSessionResponse:
     """`own_id`: of the client that asks, which is there whatever it has made yet."""
     check_access_scope(access_scope)
+    if not session_id:  # On the wire, no holder asks for everybody's.
+        raise _unknown_client(session_id)
     client = await _client(connection, session_id)
     runs = client.runs if client is not None else ()
     held, *published = await asyncio.gather(
@@ -182,11 +184,7 @@ async def get_session(
         # The server may not have heard of the newest yet.
         samplers |= connection.holds.names()
     if client is None and not samplers and session_id != own_id:
-        raise fail(
-            Reason.SESSION_NOT_FOUND,
-            f"Unknown session {session_id!r}: no client of that id has a training run, checkpoint or sampler here.",
-            session=session_id,
-        )
+        raise _unknown_client(session_id)
     # Older GetSessionResponses leave out the fields they do not know.
     return types.GetSessionResponse(
         training_run_ids=[run.id for run in reversed(runs)],
@@ -222,7 +220,8 @@ async def _run(connection: Connection, run_id: str) -> RunRecord:
         if error.reason is not Reason.SESSION_NOT_FOUND:
             raise
         unknown = error
-    checkpoints = await all_checkpoints(connection, run_id)
+    # On the wire, no id asks for everybody's.
+    checkpoints = await all_checkpoints(connection, run_id) if run_id else []
     if session is None and not checkpoints:
         assert unknown is not None
         raise unknown
@@ -233,6 +232,14 @@ async def _client(connection: Connection, session_id: str) -> ClientRecord | Non
     """None: it has no training run."""
     runs = [run for run in await _runs(connection) if client_id(run.id) == session_id]
     return ClientRecord(id=session_id, runs=tuple(runs)) if runs else None
+
+
+def _unknown_client(session_id: str) -> PostTrainingError:
+    return fail(
+        Reason.SESSION_NOT_FOUND,
+        f"Unknown session {session_id!r}: no client of that id has a training run, checkpoint or sampler here.",
+        session=session_id,
+    )
 
 
 def path_of(training_run_id: str, checkpoint_id: str) -> str:

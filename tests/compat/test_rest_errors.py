@@ -78,6 +78,16 @@ def test_a_copy_of_what_is_not_there_is_not_found(service):
     check(refused.value, 404, PATH)
 
 
+@pytest.mark.parametrize("nothing", ["", None])
+def test_no_id_is_nobodys_and_not_everybodys(service, rest, client, nothing):
+    client.save_state("a").result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    for call in (rest.get_training_run, rest.list_checkpoints, rest.get_session):
+        with pytest.raises(tinker.NotFoundError):
+            call(nothing).result()
+    assert sampler.get_base_model() == MODEL
+
+
 ANY: Any = "all"
 TWENTY: Any = "20"
 BAD: dict[str, tuple[Call, str]] = {
