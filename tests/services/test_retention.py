@@ -211,6 +211,25 @@ def test_sample_that_runs_or_waits_keeps_its_snapshot(tmp_path: Path):
         assert not kept.exists(name)
 
 
+def test_sample_that_waits_for_its_turn_keeps_its_snapshot(tmp_path: Path):
+    with keeping(tmp_path / "store") as kept:
+        name = superseded(kept.caller.session())
+        turns = on_loop(kept.running.server._snapshots.resource(name)).turns
+        turns._max_running = 1
+        kept.generator.steps.is_open = False
+        calls = []
+        for num_waiting, snapshot in enumerate((kept.caller.open(base_model=MODEL), name)):
+            request = pb.SampleRequest(
+                snapshot=snapshot, prompt=prompt([3]), params=pb.SamplingParams(max_tokens=2)
+            )
+            calls.append(kept.caller.generator.Sample.future(request))  # pyright: ignore
+            wait_until(lambda: kept.generator.steps.num_waiting == 1)
+            wait_until(lambda wanted=num_waiting: turns.num_waiting == wanted)
+        kept.pass_(RETENTION_S + 1)
+        kept.generator.steps.open()
+        assert all(len(call.result(10).sequences) == 1 for call in calls)
+
+
 def test_what_followers_left_behind_goes_soon_unless_it_is_held_by_name(kept: Kept):
     """A loop of PIPELINE syncs holds the live policy only; nobody ever names its older versions."""
     run = kept.caller.session()
