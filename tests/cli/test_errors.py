@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ import pytest
 from tests.cli.conftest import Typed
 from tests.packaging.environments import REPOSITORY
 from tests.services.harness import Running
+from together_post_training.cli.execute import execute
+from together_post_training.cli.output import say
 
 
 def test_without_a_server_both_ways_to_name_one_are_told(typed: Typed):
@@ -45,6 +49,13 @@ def test_server_that_does_not_answer_is_told_within_seconds(typed: Typed, monkey
         (("run", "list", "--limit", "-1"), "'-1': it must be a whole number, 0 or above"),
         (("checkpoint", "set-ttl", "tinker://a/weights/b"), "--ttl SECONDS or --remove"),
         (("checkpoint", "set-ttl", "tinker://a/weights/b", "--ttl", "0"), "1 or above"),
+        (("checkpoint", "set-ttl", "tinker://a/weights/b", "--ttl", "9" * 20), "at most 11 digits"),
+        (("run", "list", "--limit", "9" * 5000), "at most 11 digits"),
+        (("run", "info", ""), "it is empty"),
+        (("session", "info", ""), "it is empty"),
+        (("checkpoint", "list", "--run-id", ""), "it is empty"),
+        (("checkpoint", "copy", "tinker://a/weights/b", ""), "it is empty"),
+        (("checkpoint", "delete", "-y", "--run-id", ""), "it is empty"),
         (("checkpoint", "delete", "-y"), "one of the two"),
         (("checkpoint", "delete", "-y", "tinker://a/weights/b", "--run-id", "a"), "one of the two"),
         (("checkpoint", "delete", "-y", "tinker://a/weights/b", "--before", "2026-01-01"), "need --run-id"),
@@ -79,6 +90,14 @@ def test_reader_that_has_had_enough_gets_no_traceback(server: Running):
         ["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stderr == ""
+
+
+def test_letters_that_the_output_has_none_of_are_escaped(monkeypatch):
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
+    show = argparse.Namespace(format=None, show=lambda options: say(options.format, None, "é本"))
+    assert execute(show) == 0
+    assert data.getvalue() == b"\\xe9\\u672c\n"
 
 
 # What a client-only install does not have.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(options: argparse.Namespace) -> int:
     """0; 1 for what cannot be done; 2 for what makes no sense as it was typed; 130 when interrupted."""
     options.format = options.format or "table"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Of what others named, there may be no letters here.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _execute(options)
         sys.stdout.flush()

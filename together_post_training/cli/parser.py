@@ -18,6 +18,8 @@ Check = Callable[[argparse.Namespace], None]
 
 COMMANDS = ("run", "checkpoint", "session", "model", "version")
 _PATH = "tinker://RUN/{weights,sampler_weights,external_weights}/NAME"
+# Of numbers that fit into the messages.
+_MAX_DIGITS = 11
 _PUSH_HF = (
     "uploading is not done here: `checkpoint download` it, then `hf upload REPOSITORY DIRECTORY`"
 )
@@ -63,7 +65,7 @@ def _add_runs(commands: Any) -> None:
         help=f"of {', '.join(runs.COLUMNS)}; default: {','.join(runs.DEFAULT_COLUMNS)}",
     )
     info = _command(group, "info", runs.show_run, "show one run")
-    info.add_argument("run_id")
+    info.add_argument("run_id", type=_name)
 
 
 def _add_sessions(commands: Any) -> None:
@@ -71,7 +73,7 @@ def _add_sessions(commands: Any) -> None:
     listed = _command(group, "list", sessions.list_sessions, "show the sessions heard of last")
     _add_limit(listed, 20)
     info = _command(group, "info", sessions.show_session, "show one session")
-    info.add_argument("session_id")
+    info.add_argument("session_id", type=_name)
     _add_refused(group, "export-trace", _NO_TRACES)
 
 
@@ -88,7 +90,7 @@ def _add_checkpoints(commands: Any) -> None:
     group = _group(commands, "checkpoint", "checkpoints of a server")
     listed = _command(group, "list", checkpoints.list_checkpoints, "show the newest checkpoints")
     _add_limit(listed, None, "20, or all with --run-id")
-    listed.add_argument("--run-id", help="only this run's")
+    listed.add_argument("--run-id", type=_name, help="only this run's")
     _on_one(group, "info", checkpoints.show_checkpoint, "show one checkpoint and its files")
     _on_one(group, "publish", checkpoints.publish, "mark it as one that others may read")
     _on_one(group, "unpublish", checkpoints.unpublish, "take that mark away")
@@ -99,7 +101,7 @@ def _add_checkpoints(commands: Any) -> None:
     ttl.add_argument("--remove", action="store_true", help="never")
     ttl.set_defaults(check=checkpoints.check_set_ttl)
     copy = _on_one(group, "copy", checkpoints.copy, "copy it under another run's id")
-    copy.add_argument("run_id", help="the copy's; no such run need be known")
+    copy.add_argument("run_id", type=_name, help="the copy's; no such run need be known")
     copy.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="the copy's; default: never")
     _add_refused(group, "push-hf", _PUSH_HF)
 
@@ -123,7 +125,7 @@ def _add_download(group: Any) -> None:
 def _add_delete(group: Any) -> None:
     parser = _command(group, "delete", checkpoints.delete, "delete checkpoints for ever")
     parser.add_argument("checkpoint_paths", nargs="*", metavar=_PATH)
-    parser.add_argument("--run-id", help="all of this run's that match")
+    parser.add_argument("--run-id", type=_name, help="all of this run's that match")
     parser.add_argument("--type", choices=tuple(checkpoints.TYPES), help="with --run-id")
     for name in ("before", "after"):
         parser.add_argument(
@@ -188,7 +190,17 @@ def _seconds(text: str) -> int:
     return _whole(text, 1)
 
 
+def _name(text: str) -> str:
+    """On the wire, no name means all: what a script's unset variable never asks for."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name one")
+    return text
+
+
 def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a whole number, {least} or above")
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or int(text) < least:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: it must be a whole number, {least} or above, of at most {_MAX_DIGITS} digits"
+        )
     return int(text)
