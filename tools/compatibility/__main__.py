@@ -46,6 +46,13 @@ def _observe(installed: str, surfaces: list[Surface]) -> Observation:
     return OBSERVATION.validate_json(printed)
 
 
+def unaccounted(section: Section) -> Iterator[str]:
+    """What is neither as in Tinker's SDK, nor refused, nor warned of."""
+    for finding in section.findings:
+        if finding.verdict is Verdict.GAP:
+            yield f"{section.title}: {finding.subject} {finding.text}"
+
+
 def run_tests(version: str) -> int:
     """The exit status of the client's tests with that version."""
     print(f"The client's tests with tinker {version}:", flush=True)
@@ -59,9 +66,8 @@ def main() -> int:
     options.add_argument("--tests", action="store_true", help="run the client's tests, too")
     given = options.parse_args()
     found = list(sections())
-    gaps = [(s, f) for s in found for f in s.findings if f.verdict is Verdict.GAP]
-    for section, finding in gaps:
-        print(f"{section.title}: {finding.subject} {finding.text}", file=sys.stderr)
+    gaps = [line for section in found for line in unaccounted(section)]
+    print("\n".join(gaps), file=sys.stderr)
     document = render(found)
     is_fresh = DOCUMENT.exists() and DOCUMENT.read_text() == document
     if given.check and not is_fresh:

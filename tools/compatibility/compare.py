@@ -172,7 +172,7 @@ def _parameters(theirs: Name, ours: Name) -> Iterator[str]:
     if any(p.kind.startswith("VAR_") for p in ours.parameters) or internal("", theirs.parameters):
         return
     for place, parameter in enumerate(theirs.parameters):
-        if parameter.kind.startswith("VAR_"):
+        if parameter.kind.startswith("VAR_") or parameter.name.startswith("_"):
             continue
         found = mine.pop(parameter.name, None)
         if found is None:
