@@ -29,8 +29,6 @@ def check_rollouts(run: Run, steps: int) -> None:
     assert all(map(math.isfinite, rewards))
     assert all(map(math.isfinite, entropies))
     assert min(entropies) > 0
-    for step in range(steps):
-        assert (run.log / f"iteration_{step:06d}/train_rollout_summaries.jsonl").stat().st_size
 
 
 def mean(values: Sequence[float]) -> float:

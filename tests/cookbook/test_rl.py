@@ -87,6 +87,7 @@ def test_math_rl_learns_and_goes_on_where_it_stopped(
     assert "Resumed training from" in run.output
     assert run.series("progress/batch") == list(range(7))
     assert run.series("step:max") == [2, 4, 6, 8, 10, 11, 12]
+    assert all((run.log / f"iteration_{step:06d}/train.html").exists() for step in range(7))
     # It samples from what it has loaded.
     assert max(run.series("optim/kl_sample_train_v2")[-2:]) < SQUARED_TOLERANCE
     _check_form_is_learnt(run)
