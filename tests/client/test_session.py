@@ -238,6 +238,30 @@ def test_a_number_lost_with_the_connection_is_settled_before_the_next_submission
     assert [r.name for r in fake.received("CancelOperation")] == ["sessions/s/operations/1"]
 
 
+def test_a_number_that_a_full_server_does_not_take_back_is_settled_later(fake):
+    session = open_session(fake)
+    full = fail(Reason.RESOURCE_EXHAUSTED, "full")
+    fake.inject("OptimStep", error=full, times=1000)
+    fake.inject("CancelOperation", error=full, times=1000)
+    with pytest.raises(PostTrainingError, match="full"):
+        submit(session, step()).result(5)
+    until(lambda: session._unsettled)
+    fake.faults.clear()
+    assert submit(session, step()).result(5)[0].name == "sessions/s/operations/2"
+
+
+def test_a_number_whose_turn_never_came_is_settled_like_the_one_before_it(fake):
+    session = open_session(fake)
+    lost = {"code": grpc.StatusCode.UNAVAILABLE, "times": 1000}
+    fake.inject("OptimStep", **lost)
+    fake.inject("CancelOperation", **lost)
+    for _ in range(2):  # The second fails before it is sent, while the first is being settled.
+        with pytest.raises(ConnectionLostError):
+            submit(session, step()).result(5)
+    fake.faults.clear()
+    assert submit(session, step()).result(5)[0].name == "sessions/s/operations/3"
+
+
 def test_a_dropped_operation_still_runs(fake):
     session = open_session(fake)
     submit(session, step())

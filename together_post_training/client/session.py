@@ -53,6 +53,8 @@ _OF_THE_WINDOW = (
     trainer_pb2.CustomForwardBackwardRequest,
     trainer_pb2.OptimStepRequest,
 )
+# What the server says where it could not do something now.
+_MAY_PASS = (Reason.RESOURCE_EXHAUSTED, Reason.UNAVAILABLE, Reason.INTERNAL)
 _ENDED = (
     ops.OPERATION_STATE_SUCCEEDED,
     ops.OPERATION_STATE_FAILED,
@@ -169,7 +171,7 @@ class TrainingSession:
             self._unsettled.discard(sequence)
 
     def give_up(self, sequences: Sequence[int], *, cause: str) -> None:
-        """`cancel` in the background. Where the server cannot be reached, the next submission tries again."""
+        """`cancel` in the background. Where the server cannot be reached, or is full, the next submission tries again."""
         background_loop().create_task(self._give_up(sequences, cause))
 
     async def stop(self) -> None:
@@ -190,9 +192,9 @@ class TrainingSession:
 
     async def _submit(self, request: TrainerRequest) -> ops.Operation:
         async with self._submitting:
-            if self._unsettled:
-                await self.cancel(sorted(self._unsettled), cause="submitting it had failed")
             try:
+                if self._unsettled:
+                    await self.cancel(sorted(self._unsettled), cause="submitting it had failed")
                 return await self.connection.call(_METHODS[type(request)], request)
             except ConnectionLostError:
                 self._unsettled.add(request.sequence)
@@ -207,6 +209,8 @@ class TrainingSession:
         except ConnectionLostError:
             self._unsettled.update(sequences)
         except PostTrainingError as error:
+            if error.reason in _MAY_PASS:
+                self._unsettled.update(sequences)
             logger.debug("cancelling operations %s of %s: %s", sequences, self.id, error)
 
 
