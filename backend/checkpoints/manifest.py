@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from pydantic import TypeAdapter
+
 from backend.operations.work import CheckpointKind
 from backend.trainer.base import ADAMW, FullConfig, LoraConfig, OptimizerConfig, WeightsConfig
 from together_post_training.names import CheckpointFolder, CheckpointPath
@@ -87,6 +89,8 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         """Raises ValueError, KeyError or TypeError for what is not a manifest of this version."""
         content = json.loads(data)
+        if not isinstance(content, dict):
+            raise TypeError("no object")
         if content.pop("format_version") != FORMAT_VERSION:
             raise ValueError("unknown format_version")
         content.pop("path")
@@ -94,7 +98,13 @@ class Manifest:
         content["weights"] = FullConfig() if lora is None else _lora(lora)
         content["optimizer"] = OptimizerConfig(**content.get("optimizer", {}))
         content["files"] = tuple(FileEntry(**file) for file in content["files"])
-        return Manifest(**content)
+        manifest = Manifest(**content)
+        if _TYPES.validate_python(asdict(manifest)) != manifest:
+            raise TypeError("values of other types")
+        return manifest
+
+
+_TYPES = TypeAdapter(Manifest)
 
 
 def _lora(content: dict) -> LoraConfig:

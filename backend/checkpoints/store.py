@@ -244,19 +244,25 @@ class CheckpointStore:
     def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
         """Every link with its version and manifest; unreadable ones are logged and left out."""
         for link in self._folder.links(session):
-            known = self._folder.version(link)
-            if known is not None and known in self._manifests:
-                # Its files need not be held, which takes most of the time where there are thousands.
-                yield link, known, self._manifests[known]
-                continue
             try:
-                with self._folder.reading(link) as version:
-                    manifest = self._read_manifest(version)
+                version, manifest = self._peek(link)
             except PostTrainingError as error:
                 log.warning("checkpoint %s is left out: %s", link, error)
                 continue
-            if version is not None and manifest is not None:
-                yield link, version, manifest
+            if version is None or manifest is None:
+                continue
+            if _relative(manifest.path) != link:
+                log.warning("checkpoint %s is left out: it says that it is %s", link, manifest.path)
+                continue
+            yield link, version, manifest
+
+    def _peek(self, link: Path) -> tuple[Path | None, Manifest | None]:
+        known = self._folder.version(link)
+        if known is not None and known in self._manifests:
+            # Its files need not be held, which takes most of the time where there are thousands.
+            return known, self._manifests[known]
+        with self._folder.reading(link) as version:
+            return version, self._read_manifest(version)
 
     def _may_replace(self, path: CheckpointPath, version: Path | None, overwrite: bool) -> bool:
         """Nothing, and an expired one, always; never another's, whose name differs only where the file system sees no
@@ -290,7 +296,7 @@ class CheckpointStore:
                 self._manifests[version] = Manifest.from_json(data)
             except FileNotFoundError:
                 return None
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, IsADirectoryError, PermissionError) as error:
                 raise refusals.unreadable_manifest(version, error) from None
         return self._manifests[version]
 

@@ -235,7 +235,9 @@ def test_checkpoint_that_is_damaged_is_refused_naming_the_file(
         assert_same_tensors(store.load(saved.path, optimizer=False).weights, adapter(0))
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"format_version": 99}', b"[1]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"\xff\xfe", b'{"format_version": 99}', b"[1]", b"null", b'"x"']
+)
 def test_checkpoint_with_an_unreadable_manifest_hides_no_other_and_can_be_deleted(
     store: CheckpointStore, tmp_path: Path, clock: Clock, content: bytes
 ):
@@ -252,6 +254,40 @@ def test_checkpoint_with_an_unreadable_manifest_hides_no_other_and_can_be_delete
     again = CheckpointStore(tmp_path / "checkpoints", clock)
     again.delete(broken.path)
     assert again.list() == [kept]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "later"),
+        ("expire_time_s", "soon"),
+        ("user_metadata", {"note": 5}),
+        ("files", [{"name": "a", "size_bytes": "1", "sha256": ""}]),
+        ("lora", {"rank": "4", "alpha": 32.0, "seed": 0}),
+        ("session", "another"),
+    ],
+)
+def test_checkpoint_whose_manifest_says_what_cannot_be_hides_no_other(
+    store: CheckpointStore, tmp_path: Path, clock: Clock, field: str, value: object
+):
+    kept, broken = save(store, manifest("kept")), save(store, manifest("broken"))
+    file = directory(tmp_path, broken) / MANIFEST
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), field: value}))
+    fresh = CheckpointStore(tmp_path / "checkpoints", clock)
+    assert fresh.list() == [kept]
+    assert fresh.sweep() == 0
+    error = reason_of(fresh.get, broken.path)
+    assert error.reason in (Reason.INCOMPATIBLE_CHECKPOINT, Reason.CHECKPOINT_NOT_FOUND)
+
+
+def test_checkpoint_whose_manifest_is_no_file_hides_no_other(
+    store: CheckpointStore, tmp_path: Path, clock: Clock
+):
+    kept, broken = save(store, manifest("kept")), save(store, manifest("broken"))
+    file = directory(tmp_path, broken) / MANIFEST
+    file.unlink()
+    file.mkdir()
+    assert CheckpointStore(tmp_path / "checkpoints", clock).list() == [kept]
 
 
 def test_checkpoint_of_a_name_that_differs_in_case_is_another(store: CheckpointStore):
