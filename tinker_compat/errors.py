@@ -47,6 +47,11 @@ def to_tinker(error: PostTrainingError) -> tinker.APIStatusError | tinker.Reques
     """The exception that Tinker's SDK would raise; its text is the error's message."""
     if TABLE[error.reason].after_acceptance:
         return _request_failed(error)
+    return to_status_error(error)
+
+
+def to_status_error(error: PostTrainingError) -> tinker.APIStatusError:
+    """The same for calls that are answered at once, of which none is accepted to fail later."""
     status = error.http_status
     request = httpx.Request("POST", _URL)
     body = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from tinker import types
 
 from tinker_compat.conversion import set_fields
+from tinker_compat.errors import to_status_error
 from tinker_compat.holder import Holder
 from tinker_compat.response_types import (
     CheckpointArchiveUrlResponse,
@@ -48,6 +49,16 @@ from together_post_training.v1 import (
     generator_pb2,
     sessions_pb2,
 )
+
+T = TypeVar("T")
+
+
+async def answered(call: Coroutine[Any, Any, T]) -> T:
+    """Raises what the server says as the exception of its HTTP status, whatever it is."""
+    try:
+        return await call
+    except PostTrainingError as error:
+        raise to_status_error(error) from error
 
 
 async def get_server_capabilities(connection: Connection) -> types.GetServerCapabilitiesResponse:

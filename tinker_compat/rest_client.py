@@ -33,7 +33,7 @@ class RestClient:
 
     There are no accounts: every run and checkpoint on the server is the caller's, whatever the `access_scope`. A wrong
     `tinker_path` is a ValueError at the call. What the server refuses is raised by the future: NotFoundError for what
-    is not there, BadRequestError for a value that it does not take.
+    is not there, BadRequestError for a value that it does not take, InternalServerError where it failed itself.
 
     Args:
         _holder: a ServiceClient's.
@@ -396,7 +396,11 @@ class RestClient:
         return self.holder.connection
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> OperationFuture[T]:
-        return self.holder.start(coroutine)
+        try:
+            return self.holder.start(rest_calls.answered(coroutine))
+        except RuntimeError:
+            coroutine.close()
+            raise
 
 
 def _warn_of_project(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ import tinker_compat as tinker
 from tests.compat.conftest import MODEL
 from tinker_compat.errors import to_tinker
 from tinker_compat.rest_client import RestClient
-from together_post_training.errors import PostTrainingError
+from together_post_training.errors import PostTrainingError, Reason, fail
 
 RUN = "00000000-0000-0000-0000-000000000000:train:0"
 PATH = f"tinker://{RUN}/weights/none"
@@ -244,6 +244,13 @@ def test_a_name_that_is_taken_is_a_conflict_at_once(service, rest):
         client.save_weights_external("a").result()
     assert isinstance(refused.value, genuine.ConflictError)
     check(refused.value, 409, "'a'")
+
+
+def test_a_server_that_fails_has_a_status_too(fake):
+    fake.inject("GetSession", error=fail(Reason.INTERNAL, "The server failed (OSError)."))
+    with pytest.raises(tinker.InternalServerError) as refused:
+        RestClient(base_url=fake.address).get_training_run(RUN).result()
+    check(refused.value, 500, "OSError")
 
 
 def test_errors_on_the_wire_become_these_alone(rest):
