@@ -34,6 +34,7 @@ from tinker_compat.run_records import (
     check_access_scope,
     client_id,
     clients_from,
+    page,
     paged,
     runs_from,
 )
@@ -83,6 +84,7 @@ async def list_training_runs(
     connection: Connection, limit: int, offset: int, access_scope: str
 ) -> types.TrainingRunsResponse:
     check_access_scope(access_scope)
+    limit, offset = page(limit, offset, 20)
     runs = await _runs(connection)
     shown = [training_run_from(run) for run in paged(runs, limit, offset)]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(runs))
@@ -99,6 +101,7 @@ async def list_checkpoints(
 async def list_user_checkpoints(
     connection: Connection, limit: int, offset: int
 ) -> types.CheckpointsListResponse:
+    limit, offset = page(limit, offset, 100)
     found = await all_checkpoints(connection)
     shown = [checkpoint_from(checkpoint) for checkpoint in paged(found, limit, offset)]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(found))
@@ -171,6 +174,7 @@ async def list_sessions(
     connection: Connection, limit: int, offset: int, access_scope: str
 ) -> types.ListSessionsResponse:
     check_access_scope(access_scope)
+    limit, offset = page(limit, offset, 20)
     clients = clients_from(await _runs(connection))
     return types.ListSessionsResponse(sessions=[c.id for c in paged(clients, limit, offset)])
 

@@ -121,16 +121,29 @@ def newest_first(records: Iterable[Any]) -> list[Any]:
     return sorted(by_id, key=lambda record: record.create_time, reverse=True)
 
 
+def page(limit: Any, offset: Any, default_limit: int) -> tuple[int, int]:
+    """Both as whole numbers. None: the default. They travel as text in Tinker, so a number of any kind is one.
+
+    Raises INVALID_ARGUMENT for what are no whole numbers from 0.
+    """
+    return _whole("limit", limit, default_limit), _whole("offset", offset, 0)
+
+
+def _whole(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    text = str(value)
+    if not (text.isascii() and text.isdigit()):
+        raise fail(
+            Reason.INVALID_ARGUMENT,
+            f"{name} is {value!r}: must be a whole number, 0 or more.",
+            field=name,
+            value=value,
+        )
+    return int(text)
+
+
 def paged(items: Sequence[T], limit: int, offset: int) -> Sequence[T]:
-    """Raises INVALID_ARGUMENT for what are no whole numbers from 0."""
-    for name, value in (("limit", limit), ("offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise fail(
-                Reason.INVALID_ARGUMENT,
-                f"{name} is {value!r}: must be a whole number, 0 or more.",
-                field=name,
-                value=value,
-            )
     return items[offset : offset + limit]
 
 

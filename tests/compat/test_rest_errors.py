@@ -89,14 +89,14 @@ def test_no_id_is_nobodys_and_not_everybodys(service, rest, client, nothing):
 
 
 ANY: Any = "all"
-TWENTY: Any = "20"
+MANY: Any = "many"
 BAD: dict[str, tuple[Call, str]] = {
     "checkpoint id": (lambda r: r.delete_checkpoint(RUN, "0001"), "/0001"),
     "archive's checkpoint id": (lambda r: r.get_checkpoint_archive_url(RUN, "0001"), "/0001"),
     "weights info's path": (lambda r: r.get_weights_info_by_tinker_path("a/b"), "'a/b'"),
     "negative limit": (lambda r: r.list_training_runs(limit=-1), "limit is -1"),
     "negative offset": (lambda r: r.list_user_checkpoints(offset=-1), "offset is -1"),
-    "limit of sessions": (lambda r: r.list_sessions(TWENTY), "limit is '20'"),
+    "limit of sessions": (lambda r: r.list_sessions(MANY), "limit is 'many'"),
     "scope": (lambda r: r.list_training_runs(access_scope=ANY), "access_scope is 'all'"),
     "scope of a run": (lambda r: r.get_training_run(RUN, ANY), "access_scope is 'all'"),
     "scope of a session": (lambda r: r.get_session("s", ANY), "access_scope is 'all'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from tinker_compat.run_records import (
     ClientRecord,
     check_access_scope,
     clients_from,
+    page,
     paged,
     runs_from,
 )
@@ -134,10 +136,19 @@ def test_pages_next_to_each_other_are_the_list(items, limit, offset):
     assert list(paged(items, limit, offset)) == list(rest)[:limit]
 
 
-@pytest.mark.parametrize(("limit", "offset"), [(-1, 0), (1, -1), (1.5, 0), ("1", 0), (True, 0)])
+@pytest.mark.parametrize("limit", [7, "7", np.int64(7)])
+def test_a_page_is_given_in_numbers_of_any_kind(limit):
+    assert page(limit, limit, 20) == (7, 7)
+    assert {type(number) for number in page(limit, limit, 20)} == {int}
+    assert page(None, None, 20) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "offset"), [(-1, 0), (1, -1), (1.5, 0), ("x", 0), (True, 0), ("", 0)]
+)
 def test_a_page_of_no_whole_number_is_refused_with_its_value(limit, offset):
     with pytest.raises(PostTrainingError, match="must be a whole number") as refused:
-        paged([1], limit, offset)
+        page(limit, offset, 20)
     assert refused.value.reason is Reason.INVALID_ARGUMENT
 
 
