@@ -56,6 +56,27 @@ def test_call_without_a_key_sends_no_authorization(fake):
     assert "authorization" not in fake.metadata[-1]
 
 
+def test_server_on_this_machine_is_called_past_any_proxy(fake, monkeypatch):
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert call(connect(fake)).models[0].name == "fake"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("localhost:1", True),
+        ("127.0.0.9:1", True),
+        ("[::1]:1", True),
+        ("localhost.example:1", False),
+        ("10.0.0.1:1", False),
+    ],
+)
+def test_addresses_of_this_machine_are_known(target, expected):
+    assert Address(target=target).is_loopback is expected
+
+
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
 def test_call_is_tried_again_when_the_connection_breaks(fake, code):
     fake.inject("ListModels", code=code, times=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ class Address:
 
     target: str
     secure: bool = False
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server runs on this very machine."""
+        host = self.target.rpartition(":")[0].strip("[]")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host.lower() == "localhost"
 
     def __str__(self) -> str:
         return f"{'grpcs' if self.secure else 'grpc'}://{self.target}"

@@ -339,10 +339,14 @@ def _note(window: Window, outcome: Any) -> None:
 
 def open_channel(address: Address) -> grpc.aio.Channel:
     """To be called on the loop that will use it."""
+    options = list(_OPTIONS)
+    if address.is_loopback:
+        # What http_proxy names has no way back to this machine.
+        options.append(("grpc.enable_http_proxy", 0))
     if address.secure:
         credentials = grpc.ssl_channel_credentials()
-        return grpc.aio.secure_channel(address.target, credentials, options=_OPTIONS)
-    return grpc.aio.insecure_channel(address.target, options=_OPTIONS)
+        return grpc.aio.secure_channel(address.target, credentials, options=options)
+    return grpc.aio.insecure_channel(address.target, options=options)
 
 
 def _metadata(key: str | None, headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
