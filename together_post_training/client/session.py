@@ -171,7 +171,7 @@ class TrainingSession:
             self._unsettled.discard(sequence)
 
     def give_up(self, sequences: Sequence[int], *, cause: str) -> None:
-        """`cancel` in the background. If the server is away or full, the next submission tries again."""
+        """`cancel` in the background. Where the server is away, or full, the next submission tries again."""
         background_loop().create_task(self._give_up(sequences, cause))
 
     async def stop(self) -> None:
