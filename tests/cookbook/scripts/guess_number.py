@@ -3,6 +3,9 @@
 python guess_number.py LOG_DIRECTORY
 """
 
+# pyright: reportMissingImports=false
+# Runs in the cookbook's environment.
+
 import asyncio
 import sys
 

@@ -3,6 +3,9 @@
 python soft_targets.py LOG_DIRECTORY TEACHER_PATH
 """
 
+# pyright: reportMissingImports=false
+# Runs in the cookbook's environment.
+
 import asyncio
 import sys
 
