@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from backend.operations.database import as_failure
 from together_post_training.errors import DOMAIN, PostTrainingError, Reason, fail
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ def _unpack(received: _Received) -> Any:
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    error = as_failure(error)
     if not isinstance(error, PostTrainingError):
         log.error("%s failed inside the server", method, exc_info=error)
         error = fail(

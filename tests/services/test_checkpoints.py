@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from backend.checkpoints import version_files
 from tests.services.harness import (
     MODEL,
     Caller,
@@ -291,6 +293,25 @@ def _rename_tensor(directory: Path) -> None:
         "size_bytes": len(data),
     }
     (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_change_on_a_full_disk_says_so_and_changes_nothing(caller: Caller, monkeypatch):
+    path = saved(caller).path("a")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(version_files, "share", full)
+        service = caller.checkpoints
+        for call, request in (
+            (service.PublishCheckpoint, pb.PublishCheckpointRequest(path=path)),
+            (service.SetCheckpointTtl, pb.SetCheckpointTtlRequest(path=path)),
+            (service.CopyCheckpoint, pb.CopyCheckpointRequest(path=path, session="b")),
+        ):
+            assert refusal(call, request).reason == "RESOURCE_EXHAUSTED"
+    assert not caller.checkpoints.GetCheckpoint(get(path)).is_public
+    caller.checkpoints.PublishCheckpoint(pb.PublishCheckpointRequest(path=path))
 
 
 def test_download_gives_the_files_that_peft_reads(caller: Caller):
