@@ -26,6 +26,7 @@ from tinker_compat.sampling_client import BackcompatSamplingClientFuture, Sampli
 from tinker_compat.service_client import ServiceClient
 from tinker_compat.training_client import BackcompatTrainingClientFuture, TrainingClient
 from tinker_compat.unsupported import AdminClient
+from together_post_training import chunking
 
 
 class SidecarError(tinker.TinkerError):
@@ -130,6 +131,8 @@ ADDITIONS: Mapping[str, Mapping[str, object]] = {
         "OptimParamsBase": optimizer_types.OptimParamsBase,
         "OptimizerConfigBase": optimizer_types.OptimizerConfigBase,
     },
+    # What a response's rows hold where there is no token.
+    "types.sample_response": {"MASK_LOGPROB": -99999.0},
     "types.topk_logprobs": _topk(),
     "types.topk_prompt_logprobs": _topk(),
     "lib.experimental": {"ExperimentalWarning": ExperimentalWarning},
@@ -138,6 +141,10 @@ ADDITIONS: Mapping[str, Mapping[str, object]] = {
     f"{_PUBLIC}.backcompat_sampling_client_future": CLIENTS,
     f"{_PUBLIC}.backcompat_training_client_future": CLIENTS,
     f"{_PUBLIC}.custom_loss": _LOSSES,
+    f"{_PUBLIC}.training_client": {
+        "MAX_CHUNK_LEN": chunking.MAX_CHUNK_SAMPLES,
+        "MAX_CHUNK_BYTES_COUNT": chunking.MAX_CHUNK_BYTES,
+    },
 }
 
 _NEW = "0.38.0"

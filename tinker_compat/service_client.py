@@ -327,11 +327,17 @@ class ServiceClient:
         request: sessions_pb2.CreateSessionRequest,
         path: str,
         base_model: str | dict[str, str] | None,
-        user_metadata: dict[str, str] | None,
+        user_metadata: dict[str, str] | str | None,
         weights_access_token: str | None,
     ) -> BackcompatTrainingClientFuture:
+        # The second and third place were those of user_metadata and weights_access_token once.
+        if isinstance(user_metadata, str):
+            user_metadata, weights_access_token = None, user_metadata
         if isinstance(base_model, Mapping):
-            # The second place was user_metadata's once.
+            if user_metadata is not None:
+                raise TypeError(
+                    f"base_model is {base_model!r}: must be a model's name, as user_metadata is given as well."
+                )
             base_model, user_metadata = None, dict(base_model)
         check_access_token(weights_access_token)
         set_fields(request, resume_from=path, base_model=base_model)
