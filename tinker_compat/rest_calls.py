@@ -39,6 +39,7 @@ from tinker_compat.run_records import (
     runs_from,
 )
 from tinker_compat.session_search import search
+from together_post_training.client import checkpoint_changes
 from together_post_training.client.channel import Connection
 from together_post_training.client.checkpoint_files import get_checkpoint
 from together_post_training.client.downloads import downloads
@@ -113,18 +114,15 @@ async def get_weights_info(connection: Connection, tinker_path: str) -> types.We
 
 
 async def delete_checkpoint(connection: Connection, path: str) -> None:
-    request = checkpoints_pb2.DeleteCheckpointRequest(path=path)
-    await connection.call("checkpoints.DeleteCheckpoint", request)
+    await checkpoint_changes.delete(connection, path)
 
 
 async def publish_checkpoint(connection: Connection, path: str) -> None:
-    request = checkpoints_pb2.PublishCheckpointRequest(path=path)
-    await connection.call("checkpoints.PublishCheckpoint", request)
+    await checkpoint_changes.publish(connection, path)
 
 
 async def unpublish_checkpoint(connection: Connection, path: str) -> None:
-    request = checkpoints_pb2.UnpublishCheckpointRequest(path=path)
-    await connection.call("checkpoints.UnpublishCheckpoint", request)
+    await checkpoint_changes.unpublish(connection, path)
 
 
 async def set_checkpoint_ttl(connection: Connection, path: str, ttl_seconds: int | None) -> None:

@@ -27,6 +27,8 @@ from together_post_training.names import operation_name, parse_operation_name
 from together_post_training.v1 import (
     catalog_pb2,
     catalog_pb2_grpc,
+    checkpoints_pb2,
+    checkpoints_pb2_grpc,
     generator_pb2,
     generator_pb2_grpc,
     operations_pb2,
@@ -130,6 +132,7 @@ class FakeService:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(_Trainer(self), self._server)
         operations_pb2_grpc.add_OperationServiceServicer_to_server(_Operations(self), self._server)
         generator_pb2_grpc.add_GeneratorServiceServicer_to_server(_Generator(self), self._server)
+        checkpoints_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -306,6 +309,11 @@ class _Operations(operations_pb2_grpc.OperationServiceServicer):
 
     async def CancelOperation(self, request: Any, context: Any) -> operations_pb2.Operation:
         return await self._fake.cancel(request.name)
+
+
+class _Checkpoints(checkpoints_pb2_grpc.CheckpointServiceServicer):
+    async def GetCheckpoint(self, request: Any, context: Any) -> checkpoints_pb2.Checkpoint:
+        return checkpoints_pb2.Checkpoint(path=request.path)
 
 
 class _Generator(generator_pb2_grpc.GeneratorServiceServicer):

@@ -13,6 +13,7 @@ from together_post_training.cli.client import Client, CommandError, UsageError
 from together_post_training.cli.output import Table, properties, say, show
 from together_post_training.cli.records import Checkpoint, CheckpointType, File
 from together_post_training.cli.text import NEVER, NONE, counted, now, plain, size, when, yes_no
+from together_post_training.client import checkpoint_changes
 from together_post_training.client.checkpoint_files import get_checkpoint
 from together_post_training.names import parse_checkpoint_path
 from together_post_training.v1 import checkpoints_pb2 as pb
@@ -63,14 +64,13 @@ def set_ttl(options: argparse.Namespace, client: Client) -> None:
 
 def publish(options: argparse.Namespace, client: Client) -> None:
     path = str(parse_checkpoint_path(options.checkpoint_path))
-    message = client.call("checkpoints.PublishCheckpoint", pb.PublishCheckpointRequest(path=path))
+    message = client.run(checkpoint_changes.publish(client.connection, path))
     say(options.format, records.checkpoint(message), f"{path} is public")
 
 
 def unpublish(options: argparse.Namespace, client: Client) -> None:
     path = str(parse_checkpoint_path(options.checkpoint_path))
-    request = pb.UnpublishCheckpointRequest(path=path)
-    message = client.call("checkpoints.UnpublishCheckpoint", request)
+    message = client.run(checkpoint_changes.unpublish(client.connection, path))
     say(options.format, records.checkpoint(message), f"{path} is private")
 
 
@@ -94,8 +94,7 @@ def delete(options: argparse.Namespace, client: Client) -> None:
         return
     if not options.yes:
         _confirm([_line(each) for each in found] if found else paths)
-    requests = [pb.DeleteCheckpointRequest(path=path) for path in paths]
-    outcomes = client.call_all("checkpoints.DeleteCheckpoint", requests)
+    outcomes = client.run_all([checkpoint_changes.delete(client.connection, p) for p in paths])
     failed = [
         {"tinker_path": path, "error": str(outcome)}
         for path, outcome in zip(paths, outcomes, strict=True)

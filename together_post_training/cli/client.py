@@ -51,11 +51,11 @@ class Client:
     def call(self, method: str, request: Message) -> Any:
         return self.run(self.connection.call(method, request))
 
-    def call_all(
-        self, method: str, requests: Sequence[Message]
-    ) -> list[Any | PostTrainingError | ConnectionLostError]:
-        """Some at a time; the answers or errors in the order of the requests."""
-        return self.run(self._call_all(method, requests))
+    def run_all(
+        self, calls: Sequence[Coroutine[Any, Any, T]]
+    ) -> list[T | PostTrainingError | ConnectionLostError]:
+        """Some at a time; the answers or errors in the order of the calls."""
+        return self.run(_run_all(calls))
 
     def listed(
         self, method: str, request: Any, field: str, *, limit: int = 0
@@ -74,17 +74,20 @@ class Client:
             if not reply.next_page_token or (limit and len(items) >= limit):
                 return items, bool(reply.next_page_token)
 
-    async def _call_all(self, method: str, requests: Sequence[Message]) -> list[Any]:
-        places = asyncio.Semaphore(_NUM_AT_ONCE)
 
-        async def call(request: Message) -> Any:
-            async with places:
-                try:
-                    return await self.connection.call(method, request)
-                except (PostTrainingError, ConnectionLostError) as error:
-                    return error
+async def _run_all(
+    calls: Sequence[Coroutine[Any, Any, T]],
+) -> list[T | PostTrainingError | ConnectionLostError]:
+    places = asyncio.Semaphore(_NUM_AT_ONCE)
 
-        return await asyncio.gather(*map(call, requests))
+    async def run(call: Coroutine[Any, Any, T]) -> T | PostTrainingError | ConnectionLostError:
+        async with places:
+            try:
+                return await call
+            except (PostTrainingError, ConnectionLostError) as error:
+                return error
+
+    return await asyncio.gather(*map(run, calls))
 
 
 @contextmanager

@@ -127,11 +127,19 @@ class Connection:
         self._told_of_full_s = -_FULL_AGAIN_S
         self._sampling = Window()
 
-    async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
+    async def call(
+        self,
+        method: str,
+        request: Message,
+        *,
+        timeout_s: float | None = None,
+        done: Reason | None = None,
+    ) -> Any:
         """Calls e.g. "trainer.Forward" until it is answered.
 
         Args:
             timeout_s: for one attempt; then it counts as unanswered and is tried again.
+            done: what the server refuses to do again. After an unanswered attempt, that is the answer: None.
 
         Raises:
             PostTrainingError: what the server said, unless it is full: then the call waits for as long as that takes.
@@ -141,6 +149,7 @@ class Connection:
         window = self._sampling if method in _SAMPLING else None
         number = window.number() if window else 0
         outage: Outage | None = None
+        was_lost = False
         while True:
             async with window.place(number) if window else nullcontext():
                 start_s = time.monotonic()
@@ -150,7 +159,10 @@ class Connection:
             if not isinstance(outcome, Failure):
                 return outcome
             if not outcome.is_transient:
+                if was_lost and outcome.error.reason is done:
+                    return None
                 raise outcome.error
+            was_lost = was_lost or outcome.is_connection
             if outcome.is_full:
                 await self._wait_for_room(outcome)
                 outage = None

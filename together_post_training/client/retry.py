@@ -1,4 +1,6 @@
-"""How failed calls are tried again. Every call of this service may be repeated: retries change nothing twice."""
+"""How failed calls are tried again. Every call of this service may be repeated: retries change nothing twice.
+The few that are refused the second time are in `checkpoint_changes`.
+"""
 
 from __future__ import annotations
 
