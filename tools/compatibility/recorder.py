@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from backend.services import wire
 from together_post_training import losses, tensors
 from together_post_training.client.channel import Connection
+from together_post_training.errors import Reason
 from together_post_training.v1 import data_pb2, operations_pb2
 
 MODEL = "model"
@@ -72,7 +73,14 @@ class Recorder:
             for name, genuine in kept.items():
                 setattr(Connection, name, genuine)
 
-    async def _call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        request: Message,
+        *,
+        timeout_s: float | None = None,
+        done: Reason | None = None,
+    ) -> Any:
         if method not in _UNASKED:
             self.sent.append(without_ids(f"{method} {text_format.MessageToString(request)}"))
         _check(request)
