@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import http.client
 import io
+import socket
 import tarfile
 import urllib.error
 import urllib.request
@@ -173,6 +174,15 @@ def test_one_connection_carries_any_number_of_answers(archive, weights):
             assert client.get(archive.url + "x").status_code == 404
 
 
+@pytest.mark.parametrize("first_lines", ["GET {} HTTP/1.0", "GET {} HTTP/1.1\r\nConnection: close"])
+def test_a_connection_ends_with_the_answer_where_the_peer_asked_for_that(weights, first_lines):
+    url = httpx.URL(weights.url)
+    with socket.create_connection((url.host, url.port), timeout=10) as peer:
+        peer.sendall(first_lines.format(url.path).encode() + b"\r\n\r\n")
+        answer = b"".join(iter(lambda: peer.recv(65536), b""))
+    assert answer.endswith(FILES["adapter_model.safetensors"])
+
+
 @pytest.mark.parametrize(
     ("asked", "start", "stop"),
     [
@@ -198,7 +208,8 @@ def test_a_part_that_is_not_there_is_not_satisfiable(weights):
 
 
 @pytest.mark.parametrize(
-    "asked", ["bytes=0-1,3-4", "bytes=5-3", "items=0-1", "bytes=-", "nonsense"]
+    "asked",
+    ["bytes=0-1,3-4", "bytes=5-3", "items=0-1", "bytes=-", "nonsense", "bytes=0-" + 5000 * "9"],
 )
 def test_other_ranges_are_answered_with_the_whole_file(weights, asked):
     answer = httpx.get(weights.url, headers={"Range": asked})

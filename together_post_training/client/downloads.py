@@ -42,7 +42,7 @@ LIFETIME_S = 24 * 3600.0
 COMPLETE = "checkpoint_complete"
 # A peer that keeps a connection open and says nothing for so long is left.
 _IDLE_S = 60.0
-_RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)", re.ASCII)
+_RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not with_body:
             return
         # The peer sees that it got less than Content-Length.
-        self.close_connection = True
+        closes, self.close_connection = self.close_connection, True
         try:
             for piece in body.pieces:
                 self.wfile.write(piece)
@@ -210,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             logger.debug("a download was left: %r", error)
         else:
-            self.close_connection = False
+            self.close_connection = closes
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         text = f"{message}\n".encode()
