@@ -13,7 +13,6 @@ unlink of its link. Locks are the operating system's, so that a killed process l
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import shutil
 import uuid
@@ -82,21 +81,35 @@ class CheckpointFolder:
         finally:
             self._let_go(link, version, fd)
 
-    def version(self, relative: Path) -> Path | None:
-        """The directory of the version that is there now; unlike one that is read, it may be gone the next moment."""
-        version = self._version(self._root / relative)
-        return version if version is not None and version.is_dir() else None
+    def links(self, session: str | None) -> list[str]:
+        """Everything there is, relative to the root. Passes over .data, and over what vanishes meanwhile."""
+        return [
+            f"{owner}/{folder}/{link.name}"
+            for owner in ([session] if session else _names(self._root))
+            if owner != _DATA
+            for folder in _names(self._root / owner)
+            for link in _entries(f"{self._root}/{owner}/{folder}")
+            if link.is_symlink()
+        ]
 
-    def links(self, session: str | None) -> list[Path]:
-        """Everything there is, relative to the root."""
-        # Passes over .data, and over what vanishes meanwhile.
-        found = glob.glob(f"{session or '*'}/*/*", root_dir=self._root)
-        return [Path(path) for path in found if (self._root / path).is_symlink()]
+    def versions(self, session: str | None) -> Iterator[tuple[str, str | None]]:
+        """Every link with the id of the version that is there now, which may be gone the next moment. None: its files
+        are not there, or came only just now."""
+        there = set(_names(self._data))
+        for link in self.links(session):
+            try:
+                id_ = os.readlink(f"{self._root}/{link}").rpartition("/")[2]
+            except OSError:
+                continue
+            yield link, id_ if id_ in there else None
+
+    def directory(self, version: str) -> Path:
+        return self._data / version
 
     def remove_orphans(self) -> None:
         """What a process that was killed had begun to write, or had not finished removing."""
         with self._changing():
-            linked = {self._version(self._root / relative) for relative in self.links(None)}
+            linked = {self._version(self._root / link) for link in self.links(None)}
             for path in self._data.iterdir():
                 if path.is_symlink():
                     path.unlink()
@@ -178,6 +191,19 @@ def _remove_unused(version: Path) -> None:
         shutil.rmtree(version, ignore_errors=True)
     finally:
         os.close(fd)
+
+
+def _names(directory: Path) -> list[str]:
+    return [entry.name for entry in _entries(directory)]
+
+
+def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
+    """None of what is no directory, or not any more."""
+    try:
+        with os.scandir(directory) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _sync(path: Path) -> None:

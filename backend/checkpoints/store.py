@@ -40,8 +40,8 @@ class CheckpointStore:
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         self._folder = CheckpointFolder(root)
         self._clock = clock
-        # Versions never change, so a manifest is read once.
-        self._manifests: dict[Path, Manifest] = {}
+        # By the id of its version. Versions never change, so a manifest is read once.
+        self._manifests: dict[str, Manifest] = {}
 
     def save(
         self,
@@ -190,7 +190,10 @@ class CheckpointStore:
         """Removes what has expired, and what killed servers left; the number of checkpoints removed."""
         expired = [(link, v) for link, v, m in self._all(None) if m.is_expired(self._clock())]
         # One that was replaced in between stays.
-        num_removed = sum(self._folder.delete(link, version) for link, version in expired)
+        num_removed = sum(
+            self._folder.delete(Path(link), self._folder.directory(version))
+            for link, version in expired
+        )
         self._folder.remove_orphans()
         self._forget_gone()
         return num_removed
@@ -238,31 +241,33 @@ class CheckpointStore:
         return there if alike == made else None
 
     def _forget_gone(self) -> None:
-        for version in [v for v in self._manifests.copy() if not v.is_dir()]:
+        for version in [
+            v for v in self._manifests.copy() if not self._folder.directory(v).is_dir()
+        ]:
             self._manifests.pop(version, None)
 
-    def _all(self, session: str | None) -> Iterator[tuple[Path, Path, Manifest]]:
-        """Every link with its version and manifest; unreadable ones are logged and left out."""
-        for link in self._folder.links(session):
+    def _all(self, session: str | None) -> Iterator[tuple[str, str, Manifest]]:
+        """Every link with its version's id and manifest; unreadable ones are logged and left out."""
+        for link, known in self._folder.versions(session):
             try:
-                version, manifest = self._peek(link)
+                version, manifest = self._peek(link, known)
             except PostTrainingError as error:
                 log.warning("checkpoint %s is left out: %s", link, error)
                 continue
-            if version is None or manifest is None:
+            if manifest is None:
                 continue
-            if _relative(manifest.path) != link:
+            if _location(manifest.path) != link:
                 log.warning("checkpoint %s is left out: it says that it is %s", link, manifest.path)
                 continue
             yield link, version, manifest
 
-    def _peek(self, link: Path) -> tuple[Path | None, Manifest | None]:
-        known = self._folder.version(link)
+    def _peek(self, link: str, known: str | None) -> tuple[str, Manifest | None]:
+        """known: the id of the version that was there."""
         if known is not None and known in self._manifests:
             # Its files need not be held, which takes most of the time where there are thousands.
             return known, self._manifests[known]
-        with self._folder.reading(link) as version:
-            return version, self._read_manifest(version)
+        with self._folder.reading(Path(link)) as version:
+            return "" if version is None else version.name, self._read_manifest(version)
 
     def _may_replace(self, path: CheckpointPath, version: Path | None, overwrite: bool) -> bool:
         """Nothing, and an expired one, always; never another's, whose name differs only where the file system sees no
@@ -290,15 +295,15 @@ class CheckpointStore:
     def _read_manifest(self, version: Path | None) -> Manifest | None:
         if version is None:
             return None
-        if version not in self._manifests:
+        if version.name not in self._manifests:
             try:
                 data = (version / MANIFEST).read_bytes()
-                self._manifests[version] = Manifest.from_json(data)
+                self._manifests[version.name] = Manifest.from_json(data)
             except FileNotFoundError:
                 return None
             except (ValueError, KeyError, TypeError, IsADirectoryError, PermissionError) as error:
                 raise refusals.unreadable_manifest(version, error) from None
-        return self._manifests[version]
+        return self._manifests[version.name]
 
 
 def _after(now_s: float, ttl_s: float | None) -> float | None:
@@ -306,4 +311,8 @@ def _after(now_s: float, ttl_s: float | None) -> float | None:
 
 
 def _relative(path: CheckpointPath) -> Path:
-    return Path(path.session, path.folder, path.name)
+    return Path(_location(path))
+
+
+def _location(path: CheckpointPath) -> str:
+    return f"{path.session}/{path.folder}/{path.name}"
