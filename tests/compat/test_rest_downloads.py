@@ -49,9 +49,13 @@ class FakeCheckpoints(checkpoints_pb2_grpc.CheckpointServiceServicer):
         # What the list of files says, where it differs.
         self.listed: dict[str, bytes] = {}
         self.breaks: list[int] = []
+        # What the files are after a break.
+        self.replaced: dict[str, bytes] = {}
         self.num_pieces = 0
+        self.metadata: list[dict[str, Any]] = []
 
     async def GetCheckpoint(self, request: Any, context: Any) -> checkpoints_pb2.Checkpoint:
+        self.metadata.append(dict(context.invocation_metadata()))
         shown = checkpoints_pb2.Checkpoint(path=request.path)
         shown.create_time.FromSeconds(TIME_S)
         for name, data in {**self.files, **self.listed}.items():
@@ -65,6 +69,7 @@ class FakeCheckpoints(checkpoints_pb2_grpc.CheckpointServiceServicer):
         left = self.breaks.pop(0) if self.breaks else len(pieces)
         for start in pieces:
             if not left:
+                self.files.update(self.replaced)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
             left -= 1
             self.num_pieces += 1
@@ -274,6 +279,32 @@ def test_a_service_that_stays_away_cuts_the_download_short(weights, fake):
     fake.breaks = [2, 0, 0, 0]
     with pytest.raises(http.client.IncompleteRead):
         read(weights.url)
+
+
+def test_a_download_that_is_cut_short_ends_its_connection(weights, fake):
+    fake.breaks = [2, 0, 0, 0]
+    with httpx.Client(timeout=5) as client, pytest.raises(httpx.RemoteProtocolError):
+        client.get(weights.url)
+
+
+def test_a_part_of_a_file_is_never_of_two_files(weights, fake):
+    fake.breaks, fake.replaced = [2], {"adapter_model.safetensors": b"x" * 5120}
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(weights.url, headers={"Range": "bytes=0-4999"})
+
+
+def test_a_part_is_not_given_of_what_may_be_another_version(weights):
+    headers = {"Range": "bytes=0-1", "If-Range": '"version"'}
+    answer = httpx.get(weights.url, headers=headers)
+    assert (answer.status_code, answer.content) == (200, FILES["adapter_model.safetensors"])
+
+
+def test_a_link_is_followed_as_who_made_it(offers, connection, fake):
+    for key in ("a", "b"):
+        made = Connection(connection.server, key=key, headers={"x-team": f"of {key}"}, policy=FAST)
+        read(offers.offer_archive(made, PATH).url)
+        sent = fake.metadata[-1]
+        assert (sent["authorization"], sent["x-team"]) == (f"Bearer {key}", f"of {key}")
 
 
 @pytest.mark.parametrize("replaced", [b"x" * 5120, b"x" * 3000, b"x" * 9000])
