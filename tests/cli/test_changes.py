@@ -10,6 +10,8 @@ import pytest
 
 from tests.cli.conftest import Typed
 from tests.services.harness import Run, Running
+from together_post_training.cli import records
+from together_post_training.cli.checkpoints import matches
 from together_post_training.v1 import checkpoints_pb2
 
 _numbers = itertools.count()
@@ -83,6 +85,15 @@ def test_deletion_chooses_among_a_runs_by_type_and_date(ask: Typed, run: Run):
     assert saved(run) == {"a", "b"}
     assert "Deleted 2 checkpoints." in ask(*of_run, "--type", "training").out
     assert saved(run) == set()
+
+
+def test_date_is_of_neither_before_nor_after(run: Run):
+    request = checkpoints_pb2.GetCheckpointRequest(path=run.path("a"))
+    record = records.checkpoint(run.caller.checkpoints.GetCheckpoint(request))
+    assert not matches(record, None, before=record.time, after=None)
+    assert not matches(record, None, before=None, after=record.time)
+    moment = timedelta(microseconds=1)
+    assert matches(record, None, before=record.time + moment, after=record.time - moment)
 
 
 def test_ttl_is_set_and_taken_away(ask: Typed, run: Run):

@@ -220,6 +220,13 @@ def test_links_that_lie_in_wait_are_not_followed(download: Typed, tmp_path: Path
     refused(download(), "not a directory of yours")
 
 
+def test_directory_that_somebody_else_made_in_wait_is_not_used(download: Typed, monkeypatch):
+    Path(PARTIAL).mkdir()
+    somebody_else = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody_else)
+    refused(download(), "not a directory of yours")
+
+
 def test_two_downloads_to_one_place_do_not_meet(download: Typed):
     Path(PARTIAL).mkdir()
     held = os.open(PARTIAL, os.O_RDONLY)
