@@ -77,7 +77,7 @@ def execute(cells: list[str], address: str, monkeypatch: pytest.MonkeyPatch) -> 
     # About files that Python froze, of debuggers; it is no warning of ours.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=240, startup_timeout=240, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     noise = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
     assert noise == []
