@@ -26,16 +26,16 @@ def test_rl_loop_learns(cookbook: Cookbook, tmp_path: Path, loss: str) -> None:
         "batch_size=8",
         "group_size=8",
         "max_tokens=24",
-        "max_steps=10",
-        "learning_rate=6e-3",
+        "max_steps=12",
+        "learning_rate=4e-3",
         "save_every=5",
         log=tmp_path / "log",
     )
     rewards = run.series("reward/total")
-    assert len(rewards) == 10
-    # 64 samples a step: the difference is more than three standard deviations of its noise.
-    assert mean(rewards[-3:]) > 1.5 * mean(rewards[:3]) > 0
-    assert [checkpoint["name"] for checkpoint in run.checkpoints] == ["000005", "final"]
+    assert len(rewards) == 12
+    # From about 0.15 to 0.7. 64 samples a step leave it a noise of 0.05.
+    assert mean(rewards[-3:]) > 2 * mean(rewards[:3]) > 0
+    assert [checkpoint["name"] for checkpoint in run.checkpoints] == ["000005", "000010", "final"]
 
 
 def test_rl_basic_runs_in_small(cookbook: Cookbook, tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_math_rl_learns_from_samples_of_older_policies(
     cookbook: Cookbook, tmp_path: Path, loss: str
 ) -> None:
     run = _arithmetic(
-        cookbook, tmp_path / "log", "max_steps=6", "max_steps_off_policy=2", f"loss_fn={loss}"
+        cookbook, tmp_path / "log", "max_steps=8", "max_steps_off_policy=2", f"loss_fn={loss}"
     )
-    check_rollouts(run, 6)
+    check_rollouts(run, 8)
     staleness = run.series("async/staleness_max")
     assert staleness[0] == 0
     assert 1 <= max(staleness) <= 2
@@ -200,7 +200,7 @@ def _arithmetic(cookbook: Cookbook, log: Path, *settings: str, version: Version 
         "groups_per_batch=8",
         "group_size=8",
         "max_tokens=6",
-        "learning_rate=3e-3",
+        "learning_rate=1.5e-3",
         "eval_every=0",
         *settings,
         log=log,
@@ -209,5 +209,6 @@ def _arithmetic(cookbook: Cookbook, log: Path, *settings: str, version: Version 
 
 
 def _check_form_is_learnt(run: Run) -> None:
+    """From about a half to nearly all."""
     form = run.series("env/all/format")
     assert mean(form[-2:]) > form[0] + 0.15
