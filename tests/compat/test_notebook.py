@@ -81,7 +81,12 @@ def execute(cells: list[str], address: str, monkeypatch: pytest.MonkeyPatch) -> 
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     noise = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
     assert noise == []
-    return [o.text if o.output_type == "stream" else o.data["text/plain"] for o in outputs]
+    return [text for cell in notebook.cells if (text := _shown(cell.outputs))]
+
+
+def _shown(outputs: list[nbformat.NotebookNode]) -> str:
+    """Of one cell. A kernel that is slow sends what is printed in pieces."""
+    return "".join(o.text if o.output_type == "stream" else o.data["text/plain"] for o in outputs)
 
 
 def test_a_notebook_trains_and_samples_waiting_and_awaiting(address, monkeypatch):
