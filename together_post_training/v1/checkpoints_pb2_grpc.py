@@ -122,7 +122,8 @@ class CheckpointServiceServicer(object):
 
     def CopyCheckpoint(self, request, context):
         """Copies it, whole or not at all, under another session's id, which need not be known. Its kind and name stay.
-        CHECKPOINT_EXISTS if the name is taken there, unless by a copy of the same checkpoint, which is then the answer, with the ttl that it has.
+        CHECKPOINT_EXISTS if the name is taken there, unless by a copy of the same checkpoint, which is then the
+        answer, with the ttl that it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
